@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api import RLJob, check_files, load_job
+from asyncflow.api.check import shown
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.commands.preflight import runnable_job
@@ -211,10 +212,20 @@ def test_what_only_a_cluster_does_is_accepted(overrides: list[str]) -> None:
     assert minimal(*overrides).kind == "RLJob"
 
 
+def test_a_process_may_have_a_part_of_one_device() -> None:
+    made = minimal("rollout.engine.name=vllm", "rollout.accelerator={profile: nvidia, count: 1, share: 0.5}")
+    assert made.spec.rollout.accelerator.share == 0.5
+
+
 def test_another_kind_is_no_job() -> None:
     queue = "apiVersion: asyncflow.dev/v1alpha1\nkind: TransferQueue\nmetadata: {name: q}\n"
     with pytest.raises(ManifestError, match="not a job"):
         load_job(io.StringIO(queue))
+
+
+def test_a_long_value_is_shown_in_few_characters() -> None:
+    assert shown("x" * 58) == f'"{"x" * 58}"'
+    assert shown("x" * 500) == f'"{"x" * 56}...'
 
 
 def test_not_a_mapping() -> None:

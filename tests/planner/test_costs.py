@@ -82,8 +82,15 @@ def test_states_of_a_parameter() -> None:
     assert alone == 16 * SMALL.parameters  # float32: weights 4, gradients 4, moments 8
     megatron = training_memory(SMALL, MEGATRON, TrainerLayout(dp=1)).states
     assert megatron == 18 * SMALL.parameters  # and a copy of the weights in bf16
+    four = training_memory(SMALL, WORK, TrainerLayout(dp=4)).states
+    assert four == pytest.approx(4 * SMALL.parameters + 2 * 2 * SMALL.parameters / 28)  # a layer and the next, in bf16
     reference = msgspec.structs.replace(WORK, reference=True)
     assert training_memory(SMALL, reference, TrainerLayout(dp=4)).frozen == SMALL.parameters * 2 / 4
+
+
+def test_an_update_reads_and_writes_all_states_once() -> None:
+    found = training(SMALL, H100, WORK, TrainerLayout(dp=1)).optimizer_s
+    assert found == pytest.approx(2 * 16 * SMALL.parameters / (H100.bandwidth * H100.read))
 
 
 def test_resharding_from_8_to_4_devices_changes_weights_by_8_gb() -> None:

@@ -107,6 +107,13 @@ def test_experts_over_more_devices_need_no_more_memory(tp: int, pp: int, dp: int
     assert training(QWEN, NPU, WORK, msgspec.structs.replace(one, ep=1)).exchange_s == 0
 
 
+def test_experts_that_are_whole_sum_nothing_unless_shared_ones_are_divided_beside_them() -> None:
+    divided, whole = (TrainerLayout(dp=4, tp=2, ep=ep) for ep in (1, 4))
+    for shape, share in ((QWEN, 0.5), (R1, 1.0)):
+        both = [training(shape, NPU, WORK, layout).reduce_s for layout in (divided, whole)]
+        assert both[1] == pytest.approx(share * both[0])
+
+
 @given(tp=POWERS, dp=POWERS, pp=POWERS, ep=POWERS)
 def test_every_parameter_has_its_moments_once(tp: int, dp: int, pp: int, ep: int) -> None:
     """Without weights and gradients, the devices together hold the moments and float32 weights of one model."""

@@ -10,7 +10,7 @@ from planner_problems import problem_of
 
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
-from asyncflow.planner.costs import EngineLayout
+from asyncflow.planner.costs import EngineLayout, TrainerLayout
 from asyncflow.planner.layouts import engine, engines, layouts, refusal_of_engine, refusal_of_trainer, trainers
 from asyncflow.planner.search import splits
 
@@ -57,6 +57,8 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     assert why.endswith("a device has 80 GB, of which 72 GB are for tensors: give the trainer 16 devices")
     with pytest.raises(ManifestError, match=r"1 of 5 devices generate at the least, and training Qwen2\.5-32B on 4"):
         next(splits(replace(problem, devices=5)))
+    with pytest.raises(ManifestError, match=r"training Qwen2\.5-32B on 2 devices \(DP1 TP2\) needs"):
+        problem.split(instance=EngineLayout(tp=2), instances=1, layout=TrainerLayout(dp=1, tp=2))
 
 
 def test_slots_are_what_memory_holds() -> None:
@@ -69,6 +71,8 @@ def test_slots_are_what_memory_holds() -> None:
     fewer = engine(problem.shape, problem.device, narrow, ONE)
     assert fewer is not None
     assert (fewer.slots, fewer.fitting) == (8, found.fitting)
+    assert fewer.rate == pytest.approx(8 / fewer.full.seconds)
+    assert fewer.recompute_s < fewer.token_s, "what is there already is read at once"
 
 
 @given(devices=st.integers(1, 64), megatron=st.booleans())

@@ -39,3 +39,26 @@ def test_passes_of_the_trainer() -> None:
 def test_a_shared_prompt_is_trained_once() -> None:
     separate, shared = (work_of(job_of(f"trainer.backend.packing={way}").spec) for way in ("separate", "shared-prompt"))
     assert separate.trained - shared.trained == separate.prompts * (separate.group - 1) * separate.prompt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value"),
+    [
+        (("schedule={mode: periodic}", "algorithm.old=lagged"), "passes", 1),
+        (("trainer.backend.tokensPerMicroBatch=2048",), "pack", 2048),
+        ((), "pack", 8192),
+        (("trainer.backend.precision=bf16-stochastic",), "holds", "bfloat16"),
+        ((), "holds", "float32"),
+        (("rollout.engine.options.args={enable-expert-parallel: true}",), "wide", True),
+        ((), "wide", False),
+        ((), "prompt", 64.0),
+        ((), "responses", Responses(lengths=Lengths(tokens=128, sigma=0.8), most=512)),
+    ],
+)
+def test_what_a_manifest_says_of_the_work(overrides: tuple[str, ...], field: str, value: object) -> None:
+    assert getattr(work_of(job_of(*overrides).spec), field) == value
+
+
+def test_measured_lengths_count_instead_of_assumed_ones() -> None:
+    work = work_of(job_of().spec, lengths=Lengths(tokens=100), prompt=10.0)
+    assert (work.samples, work.generated, work.trained) == (32, 3200, 3520)
