@@ -182,6 +182,8 @@ async def test_followers_take_turns_by_their_fleet_and_need_none_of_the_jobs_per
         await other.begun.wait()
         while driver.service._fleets["a"].members != {f"follower-{n}-a" for n in range(3)}:
             await asyncio.sleep(0.01)
+        alone = [driver.service._fleets["a"].alone_s(f"follower-{n}-a") for n in range(3)]
+        assert 0 < alone[0] == alone[1] < alone[2], "by themselves, too, no more than two at once"
         out = [turn for turn in (first, second, third) if turn.begun.is_set()]
         waits = next(turn for turn in (first, second, third) if not turn.begun.is_set())
         assert len(out) == 2, "however many may, one of the fleet goes on serving"
