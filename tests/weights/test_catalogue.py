@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue, Holding
-from asyncflow.weights.manifest import HASH, ManifestPart, Slice, TensorEntry, merge
+from asyncflow.weights.manifest import HASH, ManifestPart, Slice, TensorEntry, encoded, merge
 from asyncflow.weights.messages import WHOLE
 from asyncflow.weights.slices import Box
 
@@ -65,9 +65,15 @@ class Histories(RuleBasedStateMachine):
                 ranks = {rank for rank in self.parts[version] if f"t{version.attempt}.{rank}" in publishers}
                 self.parts[version] = ranks
 
-    @rule(attempt=st.integers(0, 3), step=st.integers(0, 5), rank=st.integers(0, 1))
-    def publish(self, attempt: int, step: int, rank: int) -> None:
-        version = Version(attempt, step)
+    @rule(
+        attempt=st.integers(0, 3), step=st.integers(0, 5), ranks=st.sampled_from([(0, 1), (0, 1), (1, 0), (0,), (1,)])
+    )
+    def publish(self, attempt: int, step: int, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self.publish_part(Version(max(attempt - 2, 0), step), rank)
+
+    def publish_part(self, version: Version, rank: int) -> None:
+        attempt = version.attempt
         if attempt < self.attempt:
             with pytest.raises(Fenced):
                 self.catalogue.publish(part(version, rank, 2))
@@ -155,13 +161,18 @@ TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadl
 
 
 def test_a_version_is_visible_only_when_all_parts_have_arrived():
-    catalogue = Catalogue()
-    assert not catalogue.publish(part(Version(0, 1), 0, 2))
-    assert catalogue.find(1) is None
-    with pytest.raises(StaleHandle):
-        catalogue.manifest(Version(0, 1))
-    assert catalogue.publish(part(Version(0, 1), 1, 2))
-    assert catalogue.find(1) == catalogue.newest == Version(0, 1)
+    catalogue, version = Catalogue(), Version(0, 1)
+    whole = merge([part(version, rank, 2) for rank in (0, 1)])
+    for rank in (0, 1):
+        assert (catalogue.available(version), catalogue.digest(version)) == (False, None)
+        assert catalogue.manifest_nbytes(version) == 0
+        assert catalogue.find(1) is None
+        with pytest.raises(StaleHandle):
+            catalogue.manifest(version)
+        assert catalogue.publish(part(version, rank, 2)) == (rank == 1)
+    assert catalogue.find(1) == catalogue.newest == version
+    assert (catalogue.manifest(version), catalogue.digest(version)) == (whole, whole.digest)
+    assert catalogue.manifest_nbytes(version) == len(encoded(whole))
 
 
 def test_a_part_may_come_again_but_not_with_other_content():
@@ -200,6 +211,8 @@ def test_a_restarted_catalogue_learns_from_holders_and_their_word_must_agree():
     assert catalogue.find(3) == version
     with pytest.raises(Refused, match="two different"):
         catalogue.hold(version, holding("b"), manifest=merge([part(version, digest="x")]))
+    placed = catalogue.place(version, "c", address="tcp://c", layout=WHOLE)
+    assert ([source.address for source in placed.sources], placed.whole, placed.published) == (["tcp://a"], True, False)
     catalogue.publish(part(version))
     assert {holder.worker for holder in catalogue.holders(version)} == {"a", "t1.0"}
     assert catalogue.releasable == []
@@ -217,8 +230,37 @@ def test_holders_of_a_lost_newest_version_keep_the_one_before():
     assert (catalogue.find(1), catalogue.find(2), catalogue.newest) == (Version(0, 1), None, Version(0, 2))
 
 
-def located(catalogue: Catalogue, version: Version, worker: str, *, outside: bool = False) -> list[str]:
-    placed = catalogue.place(version, worker, address=f"tcp://{worker}", layout=WHOLE, outside=outside)
+def test_what_a_step_needs_stays_and_what_a_newer_attempt_has_made_again_may_go():
+    catalogue, half = Catalogue(keep=1), {"w": rows(0, 2)}
+    for step in (1, 2, 3):
+        catalogue.publish(part(Version(0, step)))
+    catalogue.hold(Version(0, 1), holding("a"))
+    catalogue.hold(Version(0, 2), holding("a", half))
+    catalogue.require([1])
+    assert catalogue.releasable == [Version(0, 2)]
+    catalogue.leave("t0.0")
+    catalogue.require([2])
+    assert catalogue.releasable == [], "half of what a step needs may be all that there is"
+    catalogue.require([])
+    assert catalogue.releasable == [Version(0, 2)]
+    catalogue.publish(part(Version(1, 2)))
+    catalogue.require([1, 2])
+    assert catalogue.releasable == [Version(0, 2)]
+
+
+def test_parts_of_an_attempt_that_was_replaced_may_go():
+    catalogue, version = Catalogue(), Version(0, 1)
+    catalogue.require([])
+    catalogue.publish(part(version, 0, 2))
+    assert catalogue.releasable == []
+    catalogue.fence(1)
+    assert catalogue.releasable == [version]
+
+
+def located(
+    catalogue: Catalogue, version: Version, worker: str, *, layout: str = WHOLE, outside: bool = False
+) -> list[str]:
+    placed = catalogue.place(version, worker, address=f"tcp://{worker}", layout=layout, outside=outside)
     return [source.worker for source in placed.sources]
 
 
@@ -245,6 +287,16 @@ def test_nobody_in_the_job_pulls_from_outside_and_those_outside_pull_from_each_o
     assert located(catalogue, version, "r1") == ["r0"]
 
 
+def test_without_publishers_those_who_have_all_of_it_are_the_sources_of_another_layout():
+    catalogue, version = Catalogue(), Version(0, 1)
+    catalogue.publish(part(version))
+    for worker, regions in (("a", {"w": rows(0, 2)}), ("b", {"w": rows(1, 2)}), ("c", None)):
+        catalogue.hold(version, holding(worker, regions))
+    for gone, sources in (("", ["t0.0"]), ("t0.0", ["c"]), ("c", ["a", "b"])):
+        catalogue.leave(gone)
+        assert located(catalogue, version, "d", layout=f"after {gone}") == sources
+
+
 def test_a_worker_is_believed_by_number_once_it_has_said_in_full_what_it_holds_of_the_same_tensors():
     catalogue, half = Catalogue(), {"w": rows(0, 2)}
     first, second, other = Version(0, 1), Version(0, 2), Version(0, 3)
@@ -258,6 +310,7 @@ def test_a_worker_is_believed_by_number_once_it_has_said_in_full_what_it_holds_o
     catalogue.hold(other, holding("t"), manifest=replace(merge([part(other)]), tensors=(wide,)))
     assert catalogue.report("a", [second, other]) == [other]
     assert catalogue.held_by("a") == {second}
+    assert catalogue.report("a", [second, Version(0, 9)]) == [Version(0, 9)]
     catalogue.leave("a")
     assert catalogue.report("a", [second]) == [second]
 
