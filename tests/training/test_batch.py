@@ -18,7 +18,8 @@ LENGTHS = (3, 1, 0, 2)
 def columns(**more: list[list[float]]) -> dict[str, Jagged]:
     kinds = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int64"}
     made = {name: Jagged.from_rows([np.zeros(length) for length in LENGTHS], kind) for name, kind in kinds.items()}
-    return made | {name: Jagged.from_rows(rows, "float32") for name, rows in more.items()}
+    dtypes = {"loss_mask": "bool"}
+    return made | {name: Jagged.from_rows(rows, dtypes.get(name, "float32")) for name, rows in more.items()}
 
 
 def batch(first: int = 0, **more: list[list[float]]) -> MicroBatch:
@@ -33,6 +34,8 @@ def test_an_advantage_may_be_given_for_the_sample_or_for_each_of_its_tokens() ->
     assert by_token.credit().tolist() == [1, -4, 0, -2, 0, 0]
     assert by_token.strongest().tolist() == [4, 2, 0, 0]
     assert by_token.take([3, 0]).credit().tolist() == [0, 0, 1, -4, 0]
+    with pytest.raises(ProtocolError, match="have no advantages"):
+        by_token.by_sample()
 
 
 def test_only_tokens_that_count_make_a_sample_strong() -> None:
@@ -76,6 +79,19 @@ def test_what_is_learned_from_an_outcome_is_not_known_before_a_critic_has_seen_i
         batch(advantage=[[1]] * 4).earned()
 
 
+def test_samples_of_a_group_with_the_same_strength_are_a_pair() -> None:
+    keys = [SampleKey(1, 0), SampleKey(1, 1), SampleKey(2, 0), SampleKey(1, 2)]
+    pairs = MicroBatch.of(keys, columns(advantage=[[0.5], [2], [-0.5], [-0.5]])).pairs()
+    assert pairs[0] == pairs[3]
+    assert len({*pairs.tolist()}) == 3
+    assert MicroBatch.empty().pairs().tolist() == []
+
+
+def test_the_maker_of_a_sample_is_the_version_of_all_its_tokens() -> None:
+    made = columns() | {"versions": Jagged.from_rows([[7, 7, 8], [7], [], [0, 0]], "int64")}
+    assert MicroBatch.of([SampleKey(serial, 0) for serial in range(4)], made).makers().tolist() == [-1, 7, -1, 0]
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
@@ -83,6 +99,16 @@ def test_what_is_learned_from_an_outcome_is_not_known_before_a_critic_has_seen_i
         ({"advantage": [[1], [], [1], [1]]}, r"sample \(1, 0\): advantage has 0 entries, not 1"),
         ({"outcome": [[1], [1], [], [1]]}, r"sample \(2, 0\): outcome has 0 entries, not 1"),
         ({"advantage": [[1]] * 3}, "column advantage has 3 rows for 4 samples"),
+        ({"advantage": [[1, 2]] * 3}, "column advantage has 3 rows for 4 samples"),
+        (
+            {"advantage": [[1, 2, 3], [1], [], [1, 2, 3]], "loss_mask": [[1, 1, 1], [1], []]},
+            r"sample \(3, 0\): advantage has 3 entries, not 2",
+        ),
+        (
+            {"advantage": [[1], [1], [1, 2], [1]], "loss_mask": [[1, 1, 1], [1], [], [1, 1]]},
+            r"sample \(2, 0\): advantage has 2 entries, not 0",
+        ),
+        ({"reward": [[1], [np.nan], [1], [1]]}, r"sample \(1, 0\): reward is nan"),
     ],
 )
 def test_columns_that_disagree_are_refused(more: dict[str, Any], why: str) -> None:
