@@ -1,10 +1,12 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
-from asyncflow.training.packing import LayoutName, Pack, few_sizes, pack_samples
+from asyncflow.training.packing import LayoutName, Pack, few_sizes, few_sizes_below, pack_samples
 
 tokens = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 group = st.tuples(tokens, st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=4))
@@ -54,7 +56,7 @@ def test_packs_keep_the_budget_unless_one_sample_exceeds_it(
 
 
 @given(batches, layouts, st.integers(1, 30))
-def test_the_table_of_documents_says_the_same_as_the_mask(
+def test_the_table_of_documents_and_the_sequences_say_the_same_as_the_mask(
     groups: list[tuple[list[int], list[list[int]]]], layout: LayoutName, budget: int
 ) -> None:
     prompts, responses, names = flat(groups)
@@ -67,6 +69,45 @@ def test_the_table_of_documents_says_the_same_as_the_mask(
             inner = np.tri(width, dtype=bool) if table.mask is None else table.mask[d]
             visible[d * width : (d + 1) * width, d * width : (d + 1) * width] = inner
         np.testing.assert_array_equal(visible[np.ix_(table.rows, table.rows)], pack.mask())
+        sequences = pack.sequences()
+        visible = np.zeros_like(pack.mask())
+        for start, stop in pairwise(sequences.starts):
+            visible[start:stop, start:stop] = np.tri(stop - start, dtype=bool)
+        for (a, b), (c, d) in zip(pairwise(sequences.row_starts), pairwise(sequences.prompt_starts), strict=True):
+            visible[np.ix_(sequences.rows[a:b], sequences.prompts[c:d])] = True
+        np.testing.assert_array_equal(visible, pack.mask())
+
+
+@settings(max_examples=30)
+@given(batches, layouts, st.integers(0, 20))
+def test_padding_sees_nothing_and_makes_no_document_longer(
+    groups: list[tuple[list[int], list[list[int]]]], layout: LayoutName, more: int
+) -> None:
+    prompts, responses, names = flat(groups)
+    for pack in pack_samples(prompts, responses, names, layout=layout, budget=30):
+        size = len(pack.ids)
+        padded = pack.padded(size + more)
+        assert len(padded.ids) == len(padded.positions) == size + more
+        np.testing.assert_array_equal(padded.mask()[:size, :size], pack.mask())
+        assert not padded.mask()[size:, :size].any()
+        longest = np.bincount(pack.documents).max()
+        assert np.bincount(padded.documents).max() == longest
+        assert padded.positions[size:].max(initial=0) < longest
+        assert padded.rows.tolist() == pack.rows.tolist()
+
+
+@settings(max_examples=30)
+@given(batches, layouts, st.integers(1, 30))
+def test_a_group_may_be_kept_in_one_pack(
+    groups: list[tuple[list[int], list[list[int]]]], layout: LayoutName, budget: int
+) -> None:
+    prompts, responses, names = flat(groups)
+    packs = pack_samples(prompts, responses, names, layout=layout, budget=budget, whole=True)
+    of_pack = [{names[sample] for sample in pack.samples} for pack in packs]
+    assert sum(map(len, of_pack)) == len(
+        {name for name, response in zip(names, responses, strict=True) if len(response)}
+    )
+    assert all(len(pack.ids) <= budget or len(groups) == 1 for pack, groups in zip(packs, of_pack, strict=True))
 
 
 def test_shared_prompts_save_their_copies() -> None:
@@ -75,6 +116,13 @@ def test_shared_prompts_save_their_copies() -> None:
     (shared,) = pack_samples(prompts, responses, names, layout="shared-prompt", budget=100)
     assert (len(separate.ids), len(shared.ids)) == (15, 7)
     assert shared.rows.tolist() == [3, 4, 3, 5, 6, 3]
+
+
+@pytest.mark.parametrize(("layout", "size"), [("separate", 15), ("shared-prompt", 7)])
+def test_a_pack_may_be_just_full(layout: LayoutName, size: int) -> None:
+    prompts, responses, names = flat([([1, 2, 3, 4], [[5, 6], [5], [7, 8, 9]])])
+    for budget, count in ((size, 1), (size - 1, 2)):
+        assert len(pack_samples(prompts, responses, names, layout=layout, budget=budget)) == count
 
 
 def test_groups_are_told_apart_by_prompt_and_not_by_neighbourhood() -> None:
@@ -93,4 +141,6 @@ def test_few_sizes_occur_and_little_is_filled_up(tokens: int) -> None:
     size = few_sizes(tokens)
     assert tokens <= size <= 1.25 * tokens
     assert few_sizes(size) == size
+    below = few_sizes_below(tokens)
+    assert few_sizes(below) == below <= tokens < few_sizes(below + 1)
     assert len({few_sizes(n) for n in range(tokens, 2 * tokens, max(1, tokens // 64))}) <= 6
