@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
-from asyncflow.rpc.retry import Outage, delays, retry
+from asyncflow.rpc.retry import Outage, delays, retry, retry_within
 
 
 def test_delays_double_up_to_the_longest_and_vary_by_at_most_a_fifth() -> None:
@@ -46,6 +46,26 @@ async def test_at_the_deadline_the_last_error_is_told() -> None:
         DeadlineExceeded, match=r"^a thing did not succeed within 0.05 s; last: it was still under way$"
     ):
         await retry(silent, what="a thing", timeout=0.05)
+
+
+async def test_each_attempt_has_until_the_deadline_and_none_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ends = 100.0, []
+
+    async def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async def attempt(seconds: float) -> None:
+        ends.append(now + seconds)
+        await pass_by(0.1)
+        raise PeerLost("gone")
+
+    monkeypatch.setattr(asyncio, "sleep", pass_by)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    with pytest.raises(DeadlineExceeded):
+        await retry_within(attempt, what="a thing", timeout=3.0)
+    assert len(ends) > 3
+    assert ends == pytest.approx([103.0] * len(ends))
 
 
 async def test_an_answer_of_the_peer_is_not_lost_behind_a_later_failure() -> None:

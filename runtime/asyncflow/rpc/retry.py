@@ -66,9 +66,8 @@ async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, t
         if seconds <= 0:
             break
         await asyncio.sleep(delay)
-    reason = f"; last: {last}" if last is not None else ""
     earlier = f"; before that it answered: {answered}" if answered not in (None, last) else ""
-    raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s{reason}{earlier}") from last
+    raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s; last: {last}{earlier}") from last
 
 
 class Outage:
