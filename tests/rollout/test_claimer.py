@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncflow.errors import PeerLost
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.rollout.job import RolloutSettings
@@ -38,18 +39,24 @@ class Till:
             raise
 
 
-def claimer_of(queue: object, *, got=lambda rows: None, parked=lambda purpose: None) -> Claimer:
+def loaded() -> Instance:
     instance = Instance(swap_at="quota", slots=4)
     instance.loaded(Version(0, 0))
+    return instance
+
+
+def claimer_of(
+    queue: object, *, instance=None, got=lambda rows: None, parked=lambda purpose: None, backlog=lambda: 0
+) -> Claimer:
     return Claimer(
         "train",
         queue=queue,
-        instance=instance,
+        instance=instance or loaded(),
         settings=SETTINGS,
         slots=4,
         got=got,
         parked=parked,
-        backlog=lambda: 0,
+        backlog=backlog,
     )
 
 
@@ -82,5 +89,82 @@ async def test_an_ended_partition_is_not_asked_again_and_again():
     async with asyncio.timeout(20):
         await parked.wait()
     assert len(asked) < 4
+    running.cancel()
+    await asyncio.wait([running])
+
+
+class Parked:
+    """A queue at which claims find nothing until they are withdrawn, when a row comes all the same."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, int]] = []
+        self.withdrawn: list[tuple[str, str]] = []
+        self.answers: dict[str, asyncio.Future[list[str]]] = {}
+
+    async def claim(self, *, ticket: str, partition: str, version: int, **_: object) -> SimpleNamespace:
+        self.asked.append((ticket, partition, version))
+        answer = self.answers[ticket] = asyncio.get_running_loop().create_future()
+        return SimpleNamespace(rows=await answer, ended=False)
+
+    async def withdraw(self, ticket: str, *, partition: str, **_: object) -> None:
+        self.withdrawn.append((ticket, partition))
+        self.answers[ticket].set_result([f"row of {ticket}"])
+
+
+async def test_a_claim_for_what_is_no_longer_right_is_withdrawn_and_what_it_gives_is_taken():
+    queue, instance, got = Parked(), loaded(), []
+    claimer = claimer_of(queue, instance=instance, got=got.extend)
+    running = asyncio.create_task(claimer.run())
+    async with asyncio.timeout(20):
+        while not queue.asked:
+            await asyncio.sleep(0)
+        claimer.changed.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not queue.withdrawn, "it would ask for the same again"
+        instance.loaded(Version(0, 1))
+        claimer.changed.set()
+        while len(queue.asked) < 2:
+            await asyncio.sleep(0)
+    (ticket, partition, version), (other, _, newer) = queue.asked
+    assert (partition, version, newer) == (SETTINGS.train, 0, 1)
+    assert ticket != other
+    assert queue.withdrawn == [(ticket, SETTINGS.train)]
+    assert got == [f"row of {ticket}"]
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_nothing_is_claimed_while_much_is_not_delivered():
+    queue, undelivered = Parked(), [17]
+    claimer = claimer_of(queue, backlog=lambda: undelivered[0])
+    running = asyncio.create_task(claimer.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not queue.asked
+    undelivered[0] = 16
+    claimer.changed.set()
+    async with asyncio.timeout(20):
+        while not queue.asked:
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_a_claim_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    failed, again, sleep = [], asyncio.Event(), asyncio.sleep
+
+    class Away:
+        async def claim(self, **given: object) -> SimpleNamespace:
+            if len(failed) < 2:
+                failed.append(given)
+                raise PeerLost("the controller is away")
+            again.set()
+            return await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "sleep", lambda _: sleep(0))
+    running = asyncio.create_task(claimer_of(Away()).run())
+    async with asyncio.timeout(20):
+        await again.wait()
     running.cancel()
     await asyncio.wait([running])
