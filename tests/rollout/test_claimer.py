@@ -135,6 +135,19 @@ async def test_a_claim_for_what_is_no_longer_right_is_withdrawn_and_what_it_give
     await asyncio.wait([running])
 
 
+async def test_rows_that_come_after_a_while_are_taken_at_once_and_more_are_asked_for():
+    queue, got, parked = Parked(), [], asyncio.Event()
+    running = asyncio.create_task(claimer_of(queue, got=got.extend, parked=lambda _: parked.set()).run())
+    async with asyncio.timeout(20):
+        await parked.wait()
+        queue.answers[queue.asked[0][0]].set_result(["a row"])
+        while len(queue.asked) < 2:
+            await asyncio.sleep(0)
+    assert (got, queue.withdrawn) == (["a row"], [])
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_nothing_is_claimed_while_much_is_not_delivered():
     queue, undelivered = Parked(), [17]
     claimer = claimer_of(queue, backlog=lambda: undelivered[0])
@@ -151,8 +164,12 @@ async def test_nothing_is_claimed_while_much_is_not_delivered():
     await asyncio.wait([running])
 
 
-async def test_a_claim_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch):
-    failed, again, sleep = [], asyncio.Event(), asyncio.sleep
+async def test_a_claim_that_fails_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    failed, slept, again, sleep = [], [], asyncio.Event(), asyncio.sleep
+
+    async def pass_by(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
 
     class Away:
         async def claim(self, **given: object) -> SimpleNamespace:
@@ -162,9 +179,10 @@ async def test_a_claim_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch)
             again.set()
             return await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio, "sleep", lambda _: sleep(0))
+    monkeypatch.setattr(asyncio, "sleep", pass_by)
     running = asyncio.create_task(claimer_of(Away()).run())
     async with asyncio.timeout(20):
         await again.wait()
+    assert len(slept) == 2, "after each failure it waits"
     running.cancel()
     await asyncio.wait([running])
