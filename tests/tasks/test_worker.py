@@ -15,6 +15,7 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.driver.tasks import tasks_of
+from asyncflow.errors import StaleHandle
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.calls import Claimed
@@ -97,6 +98,12 @@ async def working(
     return worker
 
 
+def outcomes(worker: TaskWorker) -> dict[str, float]:
+    """Return how many rows the metrics count, by what became of them."""
+    (rows,) = worker._metrics.rows.collect()
+    return {sample.labels["outcome"]: sample.value for sample in rows.samples if sample.name.endswith("_total")}
+
+
 async def decided(queue: QueueClient) -> list[LeasedRow]:
     """Claim as the driver does: the group is ready once the task has done all of its rows."""
     claimed = await queue.claim(partition=TRAIN, task="advantage", max_rows=4, timeout=30)
@@ -139,6 +146,66 @@ async def test_a_row_that_fails_is_tried_again_and_then_given_up_with_its_reason
         assert rows[1].bytes["mark"] == 0
     assert worker.status()["failed"] == {"raised": 1}
     assert worker.status()["first_failure"] == "raised: ValueError: odd"
+
+
+async def test_a_row_may_be_tried_without_an_end_and_what_became_of_each_try_is_counted(tmp_path: Path) -> None:
+    tries: list[int] = []
+
+    async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+        tries.extend(row.meta.sample for row in rows)
+        failed = RowFailure("timeout", "it took too long")
+        return [failed if tries.count(row.meta.sample) < 4 else {"mark": np.array([1], np.int32)} for row in rows]
+
+    async with queue_with_responses(tmp_path) as queue:
+        settings = replace(SETTINGS, retries=None)
+        worker = await working(queue, compute, until=lambda: len(tries) == 16, settings=settings)
+        assert not any("failure" in row.meta.tags for row in await decided(queue))
+    assert outcomes(worker) == {"retried": 12.0, "done": 4.0}
+    assert (worker.status()["done"], worker.status()["failed"]) == (4, {})
+
+
+async def test_rows_that_are_gone_are_passed_over_and_those_beside_them_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first batch one row is gone, of the second both."""
+    gone, asked, seen = {0, 1, 2}, set[int](), list[int]()
+
+    async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+        assert len(columns["response_ids"]) == len(rows)
+        seen.extend(row.meta.sample for row in rows)
+        return [{"mark": np.array([1], np.int32)} for _ in rows]
+
+    async with queue_with_responses(tmp_path) as queue:
+        fetch = queue.fetch
+
+        async def fetched(rows: Sequence[LeasedRow], names: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
+            asked.update(samples := {row.meta.sample for row in rows})
+            if samples & gone:
+                raise StaleHandle("the row was released")
+            return await fetch(rows, names, timeout=timeout)
+
+        monkeypatch.setattr(queue, "fetch", fetched)
+        worker = await working(queue, compute, until=lambda: len(seen) == 1 and len(asked) == 4)
+    assert seen == [3]
+    assert outcomes(worker) == {"done": 1.0}
+
+
+async def test_what_is_written_after_its_lease_has_ended_is_lost_and_made_again(tmp_path: Path) -> None:
+    computed: list[int] = []
+
+    async with queue_with_responses(tmp_path) as queue:
+
+        async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+            if not computed:
+                await queue.expire(worker="w", timeout=10)
+            computed.extend(row.meta.sample for row in rows)
+            return [{"mark": np.array([1], np.int32)} for _ in rows]
+
+        settings = replace(SETTINGS, batch=4)
+        worker = await working(queue, compute, until=lambda: len(computed) == 8, settings=settings)
+        assert len(await decided(queue)) == 4
+    assert outcomes(worker) == {"lost": 4.0, "done": 4.0}
+    assert worker.status()["done"] == 4
 
 
 async def test_a_row_that_takes_its_replica_with_it_is_given_up(tmp_path: Path) -> None:
