@@ -15,7 +15,7 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import PeerLost, StaleHandle
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.calls import Claimed
@@ -167,8 +167,8 @@ async def test_a_row_may_be_tried_without_an_end_and_what_became_of_each_try_is_
 async def test_rows_that_are_gone_are_passed_over_and_those_beside_them_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first batch one row is gone, of the second both."""
-    gone, asked, seen = {0, 1, 2}, set[int](), list[int]()
+    """Of the first batch one row is gone, and the unit of the other is away for a moment; of the second both are."""
+    gone, asked, seen, away = {0, 1, 2}, set[int](), list[int](), [{3}]
 
     async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
         assert len(columns["response_ids"]) == len(rows)
@@ -182,6 +182,9 @@ async def test_rows_that_are_gone_are_passed_over_and_those_beside_them_are_done
             asked.update(samples := {row.meta.sample for row in rows})
             if samples & gone:
                 raise StaleHandle("the row was released")
+            if samples in away:
+                away.remove(samples)
+                raise PeerLost("the unit is away")
             return await fetch(rows, names, timeout=timeout)
 
         monkeypatch.setattr(queue, "fetch", fetched)
@@ -227,6 +230,7 @@ async def test_a_row_that_takes_its_replica_with_it_is_given_up(tmp_path: Path) 
         worker.leave()
         await running
         assert [row.meta.tags["failure"] for row in rows] == ["mark: died"] * 4
+        assert rows[0].meta.tags["detail"].startswith("it was tried 2 times")
     assert calls == []
 
 
@@ -277,6 +281,27 @@ async def test_on_leaving_what_is_computed_ends_and_the_rest_is_handed_back(tmp_
         await running
         assert worker.status()["done"] == 2
         assert worker.status()["held"] == 0
+
+
+async def test_rows_whose_unit_is_away_are_handed_back_on_leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+        raise AssertionError
+
+    async def away(*_: Any, **__: Any) -> dict[str, Jagged]:
+        raise PeerLost("the unit is away")
+
+    async with queue_with_responses(tmp_path) as queue:
+        monkeypatch.setattr(queue, "fetch", away)
+        worker = TaskWorker(queue=queue, settings=SETTINGS, compute=compute, metrics=TaskMetrics())
+        running = asyncio.create_task(worker.run())
+        while worker.status()["held"] < 4:
+            await asyncio.sleep(0.01)
+        worker.leave()
+        await running
+        rest = (await queue.claim(partition=TRAIN, task="mark", max_rows=4, timeout=10)).rows
+        assert [row.attempt for row in rest] == [1] * 4
 
 
 async def test_what_takes_longer_than_the_time_to_leave_is_handed_back(tmp_path: Path) -> None:
