@@ -287,6 +287,22 @@ def test_nobody_in_the_job_pulls_from_outside_and_those_outside_pull_from_each_o
     assert located(catalogue, version, "r1") == ["r0"]
 
 
+@pytest.mark.parametrize("in_full", [False, True])
+def test_a_source_that_failed_somebody_is_one_again_once_it_has_got_another_version(in_full: bool):
+    catalogue, first, second = Catalogue(), Version(0, 1), Version(0, 2)
+    for version in (first, second):
+        catalogue.publish(part(version))
+    catalogue.hold(first, holding("r0"))
+    assert located(catalogue, first, "r1") == ["r0"]
+    catalogue.place(first, "r1", address="tcp://r1", layout=WHOLE, failed=["r0"])
+    assert located(catalogue, first, "r2") != ["r0"]
+    if in_full:
+        catalogue.hold(second, holding("r0"))
+    else:
+        assert catalogue.report("r0", [first, second]) == []
+    assert located(catalogue, first, "r3") == ["r0"]
+
+
 def test_without_publishers_those_who_have_all_of_it_are_the_sources_of_another_layout():
     catalogue, version = Catalogue(), Version(0, 1)
     catalogue.publish(part(version))
