@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import CheckpointError, DiskError, Fenced
+from asyncflow.training import checkpoint as module
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 
 WRITER = """
@@ -79,9 +80,39 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
 
 def test_an_unreadable_manifest_is_said(tmp_path: Path) -> None:
     write(Checkpoints(tmp_path), 5)
-    (tmp_path / "step-000005" / "manifest.json").write_text("{")
+    manifest = tmp_path / "step-000005" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2 is not 1"):
+        Checkpoints(tmp_path).latest()
+    manifest.write_text("{")
     with pytest.raises(CheckpointError, match="manifest"):
         Checkpoints(tmp_path).latest()
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.raises(DiskError, match="manifest cannot be read"):
+        Checkpoints(tmp_path).latest()
+
+
+@pytest.mark.parametrize("fails", ["sync", "write_whole"])
+def test_a_commit_that_fails_commits_nothing_and_leaves_nothing(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = getattr(module, fails)
+
+    def full(path: Path, *content: bytes) -> None:
+        if path in (tmp_path, tmp_path / "step-000005" / "manifest.json"):
+            raise OSError(28, "No space left on device")
+        does(path, *content)
+
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as failing:
+        failing.setattr(module, fails, full)
+        with pytest.raises(DiskError, match="No space left"):
+            write(checkpoints, 5)
+    assert checkpoints.latest() is None
+    assert not list(tmp_path.iterdir())
+    write(checkpoints, 5)
+    assert checkpoints.steps() == [5]
 
 
 def test_a_failed_write_commits_nothing_and_leaves_nothing(tmp_path: Path) -> None:
@@ -118,6 +149,30 @@ def test_an_older_attempt_is_fenced_even_in_the_middle_of_a_write(tmp_path: Path
         old.claim(1)
     write(new, 5, attempt=2)
     assert new.latest() is not None
+
+
+def test_an_older_attempt_whose_disk_fails_leaves_what_a_newer_one_has_written_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    old.claim(1)
+    sync = module.sync
+
+    def overtaken(path: Path) -> None:
+        if path == tmp_path:
+            monkeypatch.setattr(module, "sync", sync)
+            new.claim(2)
+            write(new, 5, attempt=2, content=b"new")
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(module, "sync", overtaken)
+    with pytest.raises(DiskError, match="Input/output error"):
+        write(old, 5, attempt=1, content=b"old")
+    latest = new.latest()
+    assert latest is not None
+    assert (latest.manifest.attempt, (latest.folder / "data").read_bytes()) == (2, b"new")
+    latest.verify()
 
 
 @pytest.mark.process
