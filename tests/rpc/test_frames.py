@@ -185,6 +185,9 @@ def test_more_bytes_than_allowed_are_refused_before_they_are_looked_at() -> None
     header, frames = encode_batch({"a": Jagged.from_rows([[1, 2, 3]], "int64")})
     with pytest.raises(ProtocolError, match="28 bytes came where 27"):
         decode_batch(header, frames, max_bytes=27)
+    assert decode_batch(header, frames, max_bytes=28)
+    with pytest.raises(ProtocolError, match="5 rows has no column"):
+        decode_batch(BatchHeader(rows=5, columns=[]), [b""], max_bytes=NO_LIMIT)
 
 
 def test_a_name_twice_is_refused() -> None:

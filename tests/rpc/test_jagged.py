@@ -78,6 +78,12 @@ def test_a_row_outside_is_an_error() -> None:
             column.take([index])
 
 
+@pytest.mark.parametrize("offsets", [[1, 3], [0, 2], [0, 2, 1, 3], [0, 4], []])
+def test_offsets_that_do_not_cut_all_values_into_rows_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offsets"):
+        Jagged(np.arange(3), np.array(offsets, np.int64))
+
+
 def test_columns_of_two_forms_are_not_one() -> None:
     for other in (Jagged.from_rows([], "int16"), Jagged.from_rows([], "int8", inner=None)):
         with pytest.raises(ValueError, match="cannot be one column"):

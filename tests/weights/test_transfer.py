@@ -88,6 +88,36 @@ async def test_what_has_come_is_kept_while_neither_the_source_nor_the_driver_ans
     assert (record.faults, told) == (2, ["peer", "peer"])
 
 
+class Lying(Fragile):
+    """Gives other bytes of one tensor at first. pulls: base and tensors of each pull; doubted: whom it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(losses=0)
+        self.pulls: list[tuple[Version | None, list[str]]] = []
+        self.doubted: list[str] = []
+
+    def doubt(self, worker: str) -> None:
+        self.doubted.append(worker)
+
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
+        self.pulls.append((pull.base, [region.tensor for region in pull.regions]))
+        for region in pull.regions:
+            wrong = region.tensor == "b" and len(self.pulls) == 1
+            sink(region, (TENSORS[region.tensor] + wrong).view(np.uint8).data)
+
+
+async def test_what_is_wrong_is_pulled_again_whole_and_whoever_gave_it_is_doubted():
+    transport = Lying()
+    transfer, told = transfer_of(transport, [PEER])
+    transfer._base = Version(0, 0)
+    record = await transfer.run()
+    assert transport.pulls == [(Version(0, 0), ["a", "b", "c", "d"]), (None, ["b"])]
+    assert (record.faults, told, transport.doubted) == (1, ["peer"], ["peer"])
+    for name, tensor in TENSORS.items():
+        box = transfer._arena.boxes[name]
+        assert transfer.read(name, box) == tensor.view(np.uint8).data
+
+
 async def test_a_version_that_the_catalogue_does_not_know_any_more_is_given_up():
     transfer, _ = transfer_of(Fragile(losses=1), StaleHandle("it is not in the catalogue"))
     with pytest.raises(StaleHandle):
