@@ -1,5 +1,6 @@
 """Numbers that must not depend on how a step was cut: meter, tally, learning rate, micro-batches."""
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.counting import CountingOptions
-from asyncflow.training.report import Histogram, StepMeter, StepTally
+from asyncflow.training.report import Histogram, StepMeter, StepTally, describe
 from asyncflow.training.settings import OptimizerSettings
 
 
@@ -36,6 +37,33 @@ def test_lags_are_counted_from_the_gradient() -> None:
     assert (tally.samples, tally.spoken, tally.prompt_tokens, tally.response_tokens) == (3, 2, 9, 4)
     assert (tally.staleness_start_max, tally.staleness_start_sum) == (2, 3)
     assert (tally.staleness_end_max, tally.staleness_token_sum) == (2, 1 + 1 + 0 + 2)
+
+
+def test_a_report_says_means_over_what_they_are_of_and_only_finite_numbers() -> None:
+    tally = StepTally()
+    mask = Jagged.from_rows([[True, False, True], [True], []], "bool")
+    rewards = np.array([1, 0, 0.5], np.float32)
+    tally.add(replace(batch([[4, 4, 5], [3], []]), loss_mask=mask, rewards=rewards), step=6)
+    report = describe(
+        tally,
+        {"loss": 0.5, "entropy": math.nan, "logprob_gap_p99": math.inf},
+        attempt=1,
+        ranks=2,
+        step=6,
+        published=True,
+        spent={"wait": 2.5},
+        publication_s=None,
+        busy_s=1.0,
+        started=10.0,
+        ended=11.0,
+    )
+    assert (report.samples, report.reward) == (3, 0.5)
+    assert (report.tokens, report.response_tokens, report.observation_tokens) == (9 + 4, 3, 1)
+    assert (report.staleness_start_mean, report.staleness_start_max) == ((1 + 2) / 2, 2)
+    assert (report.staleness_token_mean, report.staleness_end_max) == ((1 + 0 + 2) / 3, 2)
+    assert (report.metrics, report.logprob_gap_p99) == ({"loss": 0.5}, None)
+    assert (report.seconds.wait, report.seconds.wall, report.seconds.checkpoint) == (2.5, 0, 0)
+    assert report.keys == f"{tally.digest % (1 << 64):016x}"
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=8), st.integers(0, 8), st.integers(1, 3))
