@@ -137,13 +137,18 @@ class Queue:
         state.to_free.clear()
         return self.log
 
-    def restart(self, now=0.0):
-        """Replace the controller by one that has read the log and been told by the unit what it holds."""
+    def restart(self, now=0.0, *, told=True):
+        """Replace the controller by one that has read the log and, if ``told``, what the unit says that it holds."""
         log = list(self.events())
         self.table = Table()
         for event in log:
             self.table.state.apply(event)
         self.table.start(now)
+        if told:
+            self.tell()
+
+    def tell(self):
+        """Tell the controller what the unit holds."""
         for row in self.table.hold(location_at(self.epoch, 0), self.held.values()):
             del self.held[row]
         self.table.miss(location_at(self.epoch, 0))

@@ -68,6 +68,14 @@ def test_a_claim_gets_at_least_what_it_asks_for_or_nothing():
     assert ids(rows.claim(max_rows=9, min_rows=2)) == put[3:]
 
 
+def test_a_claim_of_rows_gets_those_of_so_many_groups():
+    rows = Rows(("t", {}))
+    put = rows.put(8, size=2)
+    assert rows.claim(max_rows=9, max_groups=1, min_rows=3) == []
+    assert ids(rows.claim(max_rows=9, max_groups=2)) == put[:4]
+    assert ids(rows.claim(max_rows=3, max_groups=2)) == put[4:7]
+
+
 def test_a_claim_of_whole_groups_gets_at_least_what_it_asks_for():
     rows = Rows(("t", {"groups": True}))
     put = rows.put(6, size=2)
@@ -163,6 +171,9 @@ def test_nobody_is_told_of_the_end_while_others_hold_rows_if_it_asks_so():
     assert ended(patient)
     rows.table.give_back(mine[0].lease, ids(mine), "test")
     assert not ended(hasty)
+    rows.table.clear_rows(P, ids(mine) + ids(other))
+    assert ended(patient)
+    assert ended(ClaimRows(P, "a task that nobody declared", "me", "next", until_done=True))
 
 
 def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():

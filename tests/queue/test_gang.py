@@ -5,9 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
+from asyncflow.queue.ledger.events import RankDone
 from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.report import snapshot
 from asyncflow.queue.table.state import RowState
 
 P = "train"
@@ -238,6 +240,66 @@ def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
     assert queue.counts == {RowState.WANTED: 4}
 
 
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_a_step_or_a_trainer_that_cannot_be_is_refused(queue, wrong):
+    before = list(queue.events())
+    step, groups, size = wrong
+    with pytest.raises(Refused, match="samples is none"):
+        queue.table.training.open_step(P, step, groups, size)
+    with pytest.raises(Refused, match="cannot be"):
+        queue.table.training.begin(P, step - 1, groups, size)
+    assert queue.events() == before
+
+
+def test_a_partition_without_a_gang_has_no_training(make_queue, tasks):
+    queue = make_queue(tasks[:-1])
+    training = queue.table.training
+    for call in (
+        lambda: training.begin(P, 0, 0, 1),
+        lambda: ask(queue, 1, 0),
+        lambda: training.step_done(P, 0, 1, 0),
+        lambda: training.commit(P, 0, 1),
+        lambda: training.over(P, 1),
+    ):
+        with pytest.raises(Refused, match="no gang task is declared"):
+            call()
+
+
+def test_a_step_is_staged_when_all_ranks_have_finished_it_and_not_before_all_its_samples_are_in_slots(queue):
+    training, partition = queue.table.training, queue.table.state.partition(P)
+    training.begin(P, 0, 0, 2)
+    with pytest.raises(Refused, match="not all of its samples"):
+        training.step_done(P, 0, 1, 0)
+    training.open_step(P, 1, 1, 2)
+    queue.create(0)
+    queue.through()
+    with pytest.raises(Refused, match="not all of its samples"):
+        training.step_done(P, 0, 1, 0)
+    assert ask(queue, 1, 0).last
+    for rank, staged in ((0, 0), (0, 0), (1, 1), (1, 1)):
+        training.step_done(P, 0, 1, rank)
+        assert snapshot(partition).last_staged_step == staged
+    training.commit(P, 0, 1)
+    before = list(queue.events())
+    training.step_done(P, 0, 1, 0)
+    training.commit(P, 0, 1)
+    assert queue.events() == before
+    assert sum(isinstance(event, RankDone) for event in before) == 2
+    with pytest.raises(Refused, match="the step is committed"):
+        training.open_step(P, 1, 2, 2)
+
+
+def test_steps_after_the_last_never_come_unless_they_were_opened(queue):
+    training = queue.table.training
+    training.open_step(P, 3, 1, 2)
+    assert not training.over(P, 1)
+    training.begin(P, 0, 0, 1)
+    assert ask(queue, 1, 0) is None
+    for closed in (1, 0):
+        queue.table.close(P, closed)
+        assert [training.over(P, step) for step in (1, 2, 3, 4)] == [closed == 0, True, False, True]
+
+
 def test_slots_survive_the_controller(queue):
     training = queue.table.training
     training.begin(P, 0, 0, 2)
@@ -245,7 +307,9 @@ def test_slots_survive_the_controller(queue):
     queue.create(0, 1)
     queue.through()
     before = [ask(queue, 1, 0, rank=rank, tokens=1) for rank in (0, 1)]
-    queue.restart()
+    queue.restart(told=False)
+    assert [ask(queue, 1, slot, tokens=1) for slot in (0, 1)] == [None, None]
+    queue.tell()
     after = [ask(queue, 1, 0, rank=rank, tokens=1) for rank in (0, 1)]
     assert after == before
     assert len(ask(queue, 1, 1, tokens=1).rows) == 1

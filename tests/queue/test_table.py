@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncflow.errors import Fenced, Refused
-from asyncflow.queue.protocol.calls import Begin
+from asyncflow.queue.protocol.calls import Begin, ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import NewRows
 from asyncflow.queue.table.report import snapshot
@@ -143,6 +143,7 @@ def test_expired_and_returned_rows_are_fenced(queue):
     queue.table.claims.expire(10.0)
     new = queue.claim("rollout", worker="other")
     assert queue.complete(late, "response") == [False, False]
+    assert queue.table.claims.fenced == 2
     assert queue.complete(new, "response") == [True, True]
     assert queue.table.claims.fenced == 2
     assert queue.table.claims.redeliveries == 2
@@ -167,7 +168,9 @@ def test_renewal_and_death(queue):
     assert queue.complete(other, "response") == [False, False]
     assert (P, "score") not in queue.table.claims.parked()
     assert waiting not in queue.table.claims._parked.get((P, "score"), {})
+    assert (queue.table.claims.expiries, queue.table.claims.timeouts) == (1, 0)
     assert queue.table.claims.expire(18.0) == 2
+    assert (queue.table.claims.expiries, queue.table.claims.timeouts) == (2, 1)
 
 
 def test_what_was_given_back_unfinished_goes_to_the_next_holder_and_makes_nothing_ready(queue):
@@ -205,7 +208,9 @@ def test_a_claim_gets_only_rows_that_its_versions_may_begin(queue):
     queue.create(1, oldest=1, newest=1)
     assert queue.claim("rollout", version=0) == []
     assert keys(queue.claim("rollout", version=1, accept=(2,)))[0] == (1, 0)
-    assert keys(queue.claim("rollout", version=1, accept=(2,)))[0] == (0, 0)
+    assert queue.table.claims.grant(ClaimRows(P, "rollout", "w", "now", 100, version=1), 0.0) == []
+    loading = ClaimRows(P, "rollout", "w", "now", 100, version=1, accept=[2])
+    assert keys(queue.table.claims.grant(loading, 0.0))[0] == (0, 0)
 
 
 def test_claims_that_fit_are_served_before_those_that_would_have_to_load(queue):
@@ -226,6 +231,34 @@ def test_a_claim_that_is_asked_again_gets_its_lease_again(queue):
     assert again[0].until == 7.0
     queue.complete(first, "response")
     assert keys(queue.claim("rollout", rows=2, ticket="t")) == [(1, 0), (1, 1)]
+
+
+def test_a_claim_that_is_asked_again_after_a_restart_waits_for_what_its_rows_are(queue):
+    queue.create(0)
+    first = queue.claim("rollout", ticket="t")
+    queue.restart(told=False)
+    assert queue.claim("rollout", ticket="t") == []
+    queue.tell()
+    assert queue.claim("rollout", ticket="t") == first
+
+
+def test_a_lease_has_a_name_that_none_had_before_a_restart(queue):
+    queue.create(0, 1)
+    (old, *_) = queue.claim("rollout", rows=2)
+    queue.restart()
+    (new, *_) = queue.claim("rollout", rows=2)
+    assert new.lease != old.lease
+
+
+def test_what_waits_for_a_task_that_is_then_declared_as_that_of_a_gang_gets_no_rows(make_queue, tasks):
+    queue = make_queue(tasks[:-1])
+    queue.park("train")
+    queue.table.declare(tasks)
+    queue.create(0)
+    queue.through()
+    assert queue.table.claims.serve(0.0) == []
+    with pytest.raises(Refused, match="is the task of a gang"):
+        queue.park("train")
 
 
 def test_an_abandoned_claim_loses_nothing(queue):
