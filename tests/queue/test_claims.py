@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from asyncflow.errors import PeerLost, ProtocolError, Refused
+from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.ledger.events import RowsPut
+from asyncflow.queue.ledger.events import MOST_REASONS, OTHER_REASON, RowsPut
 from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import KEY_TAG, Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.rows import put
+from asyncflow.queue.table.rows import put, write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
@@ -134,6 +134,9 @@ def test_rows_that_were_dropped_from_a_group_are_counted_once_by_the_audit_of_a_
         for event in events:
             auditor.see(event)
         reports.append(auditor.report())
+    again = QueueState()
+    again.replay(snapshot(rows.table.state))
+    assert list(snapshot(again)) == list(snapshot(rows.table.state))
     assert reports[0] == reports[1]
     assert (reports[0].put, reports[0].cleared, reports[0].remaining, reports[0].ok) == (6, 4, 2, True)
 
@@ -187,6 +190,87 @@ def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
     assert not rows.partition.wanted
 
 
+def test_of_rows_that_are_put_together_those_are_new_whose_keys_are():
+    rows = Rows(("t", {}))
+    (none,) = rows.put(1, tags=[{KEY_TAG: "None"}])
+    put = rows.put(4, tags=[{KEY_TAG: "b"}, {KEY_TAG: "None"}, {}, {KEY_TAG: "c"}])
+    assert put == [none + 1, none, none + 3, none + 4]
+    assert ids(rows.claim(max_rows=9)) == [none, none + 1, none + 3, none + 4]
+    rows.table.lose_rows([none])
+    assert rows.put(2, size=2, tags=[{KEY_TAG: "None"}, {KEY_TAG: "d"}]) == [0, 0], "groups are made whole"
+    assert [row.row for row in rows.partition.wanted] == [none]
+
+
+def test_a_put_that_comes_again_makes_its_lost_rows_and_changes_no_other():
+    rows = Rows(("writer", {"writes": ["y"]}))
+    first, second = rows.put(2)
+    held = rows.claim("writer", max_rows=1)
+    cells = Cells(dtypes={"y": "int64"}, sizes={"y": [8]})
+    assert rows.table.complete(held[0].lease, [first], cells, [{"n": 1}]) == [True]
+    rows.table.lose_rows([second])
+    rows.put_so_far = 0
+    assert rows.put(2) == [first, second]
+    there = rows.table.state.rows
+    assert {number: (row.columns, row.tags) for number, row in there.items()} == {
+        first: ({"x": 8, "y": 8}, {"n": 1}),
+        second: ({"x": 8}, {}),
+    }
+
+
+def test_what_may_not_be_written_without_a_lease_is_refused_and_leaves_nothing_behind():
+    rows = Rows(("t", {}))
+    (mine, keyed) = rows.put(2, tags=[{}, {KEY_TAG: "a"}])
+    cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8, 8]})
+    numbers = [RowPlace(rows.epoch, 0, 10 + index).row for index in range(3)]
+    for name, samples, number in (("other", None, 0), ("train", Samples(serials=[0], step=1), 1)):
+        one = Cells(dtypes={"x": "int64"}, sizes={"x": [8]})
+        put(rows.table.state, NewRows(name, CLIENT, 0, 1, [numbers[number]], one, [], samples))
+    before = list(rows.table.state.outbox)
+    for those, tags, error, what in (
+        ([mine, numbers[0]], [], Refused, "one write goes to one partition"),
+        ([numbers[1]] * 2, [], Refused, "under a lease only"),
+        ([mine, keyed], [{"n": 1}, {KEY_TAG: "b"}], Refused, "is the row's key and stays"),
+        ([mine, numbers[2]], [], StaleHandle, f"queue: there is no row {numbers[2]}"),
+    ):
+        with pytest.raises(error, match=what):
+            write(rows.table.state, those, cells, tags)
+    held = rows.claim(max_rows=2)
+    with pytest.raises(Refused, match="is the row's key and stays"):
+        rows.table.complete(held[0].lease, [mine, keyed], NO_CELLS, [{}, {KEY_TAG: "b"}])
+    assert [event for event in rows.table.state.outbox if event not in before] == [rows.table.state.outbox[-1]]
+    assert [row.tags for row in rows.table.state.rows.values()][:2] == [{}, {KEY_TAG: "a"}]
+
+
+def test_reasons_for_which_rows_came_back_are_counted_apart_up_to_a_number_of_them():
+    rows = Rows(("t", {}))
+    rows.put(1)
+    reasons = [f"reason {number}" for number in range(MOST_REASONS + 2)] + ["reason 0"]
+    for reason in reasons:
+        (row,) = rows.claim(max_rows=1)
+        rows.table.give_back(row.lease, [row.row], reason)
+    expected = dict.fromkeys(reasons[:MOST_REASONS], 1) | {"reason 0": 2, OTHER_REASON: 2}
+    assert rows.partition.returned == expected
+    for events in (rows.table.state.outbox, snapshot(rows.table.state)):
+        auditor, again = Auditor(), QueueState()
+        for event in events:
+            auditor.see(event)
+            again.apply(event)
+        assert again.partitions[P].returned == expected
+        assert auditor.report().redeliveries == MOST_REASONS + 3
+        assert auditor.report().reasons.items() <= expected.items()
+
+
+def test_a_closed_partition_gets_no_row_but_those_that_were_lost():
+    rows = Rows(("t", {}))
+    (first,) = rows.put(1, tags=[{KEY_TAG: "a"}])
+    rows.table.close(P, 0)
+    rows.table.lose_rows([first])
+    with pytest.raises(Refused, match="the partition is closed"):
+        rows.put(1, tags=[{KEY_TAG: "b"}])
+    (again,) = rows.put(1, tags=[{KEY_TAG: "a"}])
+    assert rows.table.state.rows.keys() == {again}
+
+
 def test_keys_wait_until_the_units_have_spoken():
     rows = Rows(("t", {}))
     rows.put(1, tags=[{KEY_TAG: "a"}])
@@ -225,6 +309,10 @@ def test_a_compacted_ledger_makes_the_same_rows_and_what_tasks_have_done_with_th
         ({"samples": Samples(serials=[0], step=1)}, Refused),
         ({"group": (1 << 32) - 1}, Refused),
         ({"group_size": 3}, Refused),
+        ({"rows": [], "cells": NO_CELLS, "samples": Samples(serials=[], step=1)}, Refused),
+        ({"tags": [{KEY_TAG: 7}, {}]}, Refused),
+        ({"tags": [{KEY_TAG: ""}, {}]}, Refused),
+        ({"tags": [{KEY_TAG: "a"}] * 2}, Refused),
     ],
 )
 def test_a_put_that_is_refused_leaves_nothing_behind(wrong, error):

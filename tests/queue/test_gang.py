@@ -9,7 +9,9 @@ from asyncflow.queue.ledger.events import RankDone
 from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.report import snapshot
+from asyncflow.queue.table.snapshot import snapshot as records_of
 from asyncflow.queue.table.state import RowState
 
 P = "train"
@@ -187,6 +189,9 @@ def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_begun_anew(queue
     train(queue, 2)
     queue.replace_unit("unit-b")
     assert queue.table.wanted(P).keys == []
+    again = QueueState()
+    again.replay(records_of(queue.table.state))
+    assert again.rows == queue.table.state.rows == {}
     training.commit(P, 0, 1)
     assert queue.counts == {RowState.TRAINED: 2, RowState.BOUND: 2}
     training.begin(P, 1, 1, 1)
@@ -285,6 +290,9 @@ def test_a_step_is_staged_when_all_ranks_have_finished_it_and_not_before_all_its
     training.commit(P, 0, 1)
     assert queue.events() == before
     assert sum(isinstance(event, RankDone) for event in before) == 2
+    for call in (lambda: ask(queue, 1, 0, rank=2), lambda: training.step_done(P, 0, 1, -1)):
+        with pytest.raises(Refused, match="in a gang of 2"):
+            call()
     with pytest.raises(Refused, match="the step is committed"):
         training.open_step(P, 1, 2, 2)
 
@@ -293,11 +301,17 @@ def test_steps_after_the_last_never_come_unless_they_were_opened(queue):
     training = queue.table.training
     training.open_step(P, 3, 1, 2)
     assert not training.over(P, 1)
+    partition = queue.table.state.partition(P)
+    assert snapshot(partition).last_staged_step == 0
     training.begin(P, 0, 0, 1)
     assert ask(queue, 1, 0) is None
     for closed in (1, 0):
         queue.table.close(P, closed)
         assert [training.over(P, step) for step in (1, 2, 3, 4)] == [closed == 0, True, False, True]
+    queue.table.close(P, 2)
+    assert not partition.ended("rollout"), "rows of step 3 may come"
+    queue.table.close(P, 3)
+    assert partition.ended("rollout")
 
 
 def test_slots_survive_the_controller(queue):
@@ -336,7 +350,7 @@ def test_every_sample_of_a_step_comes_once_and_slots_keep_the_budget(make_queue,
     training = queue.table.training
     training.begin(P, 0, 0, world)
     training.open_step(P, 1, len(lengths), 2)
-    queue.create(*range(len(lengths)))
+    queue.create(*range(len(lengths)), tokens=[number % 3 for number in range(2 * len(lengths))])
     rows = queue.claim("make", rows=1000)
     order.shuffle(rows)
     slots, last = [], False
@@ -348,7 +362,7 @@ def test_every_sample_of_a_step_comes_once_and_slots_keep_the_budget(make_queue,
             continue
         assert not (whole and rows)
         for rank in ranks:
-            load = [row.meta.tags["tokens"] for row in rank.rows]
+            load = [row.meta.tokens + row.meta.tags["tokens"] for row in rank.rows]
             assert sum(load) <= budget or len(load) == 1
         slots.append([_keys(rank) for rank in ranks])
         last = ranks[0].last
@@ -356,6 +370,8 @@ def test_every_sample_of_a_step_comes_once_and_slots_keep_the_budget(make_queue,
     assert all(slot != [[]] * world for slot in slots)
     assert ranks[0].totals.response_tokens == sum(map(sum, lengths))
     assert ranks[0].totals.samples == 2 * len(lengths)
+    put = {tuple(row.key): row.tokens for row in queue.table.state.rows.values()}
+    assert put == {(s, j): (2 * s + j) % 3 for s in range(len(lengths)) for j in range(2)}
 
 
 @settings(max_examples=20, deadline=None)
@@ -378,13 +394,16 @@ def test_whole_steps_do_not_depend_on_the_order_of_arrival(make_queue, first, se
     assert run(first) == run(second)
 
 
-def test_a_group_that_is_early_takes_the_place_of_one_that_is_late(queue):
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_group_that_is_early_takes_the_place_of_one_that_is_late(queue, ready):
     training = queue.table.training
     training.begin(P, 0, 0, 1)
     for step in (1, 2):
         training.open_step(P, step, 2, 2)
     queue.create(0, 1, step=1)
     queue.create(2, 3, step=2)
+    if ready:
+        queue.through()
     training.exchange(P, 3, 1, 0)
     training.exchange(P, 3, 1, 0)
     queue.through()

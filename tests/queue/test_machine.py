@@ -8,6 +8,7 @@ was filtered.
 from collections import Counter
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
@@ -181,6 +182,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.now += seconds
         self.queue.table.claims.expire(self.now)
 
+    @rule(task=TASK, lease_s=st.sampled_from([5, 10]))
+    def declare_again(self, task, lease_s):
+        spec = self.queue.table.state.partitions[P].queues[task].spec
+        self.queue.table.declare([msgspec.structs.replace(spec, lease_s=lease_s)])
+
     @rule(worker=st.integers(0, 2))
     def kill_worker(self, worker):
         self.queue.table.claims.expire_worker(f"w{worker}")
@@ -297,6 +303,7 @@ class QueueMachine(RuleBasedStateMachine):
         for event in live:
             restored.apply(decode(encode(event)))
         assert list(snapshot(restored)) == live
+        assert again.rows.keys() == restored.rows.keys() == self.queue.table.state.rows.keys()
 
     @invariant()
     def the_auditor_agrees(self):

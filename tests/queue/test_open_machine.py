@@ -33,15 +33,16 @@ FIRST = 1 << 32
 
 
 class OpenMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self):
+    @initialize(groups=st.integers(0, 3), size=st.integers(1, 3))
+    def start(self, groups, size):
         self.now, self.epochs, self.counter, self.serial, self.tickets = 0.0, 0, 0, FIRST, 0
         self.log, self.rows, self.gone, self.lost, self.leases = [], {}, set(), {}, []
-        self.expected, self.cleared, self.resets, self.peeked = None, 0, 0, 0
+        self.expected, self.cleared, self.dropped, self.resets, self.peeked = None, 0, 0, 0, 0
         self.table = Table()
         self.table.start(0.0)
         self.table.declare([TaskSpec(partition=P, name=n, needs=c, groups=n == "whole") for n, c in NEEDS.items()])
         self.replace_unit()
+        self.put_more(groups, size)
 
     # --- what happens
 
@@ -106,23 +107,30 @@ class OpenMachine(RuleBasedStateMachine):
             self.rows[row.row]["held"][task] = row.lease
         self.leases.append((task, batch[0].lease, [row.row for row in batch]))
 
-    @rule(data=st.data(), good=st.booleans())
-    def end(self, data, good):
+    @rule(data=st.data(), how=st.sampled_from(["complete", "return", "drop"]))
+    def end(self, data, how):
         if not self.leases:
             return
         task, lease, numbers = data.draw(st.sampled_from(self.leases))
         held = [n in self.rows and self.rows[n]["held"].get(task) == lease for n in numbers]
         done = [n in self.rows and self.rows[n]["had"].get(task) == lease for n in numbers]
-        if good:
+        if how == "complete":
             cleared = [number not in self.rows and self.is_completed(lease) for number in numbers]
             ok = self.table.complete(lease, numbers, Cells(dtypes={}, sizes={}), [])
             assert ok == list(map(any, zip(held, done, cleared, strict=True)))
-        else:
+        elif how == "return":
             assert self.table.give_back(lease, numbers, "test") == held
+        else:
+            held[1:] = [False] * len(held[1:])
+            assert self.table.claims.drop(lease, numbers[:1], "test") == held[:1]
         for number in (number for number, mine in zip(numbers, held, strict=True) if mine):
             del self.rows[number]["held"][task]
-            if good:
+            if how == "complete":
                 self.rows[number]["had"][task] = lease
+            elif how == "drop":
+                del self.rows[number]
+                self.gone.add(number)
+                self.dropped += 1
 
     def is_completed(self, lease):
         """Return whether all rows of a lease were completed: what is said again of those cleared since is admitted."""
@@ -146,12 +154,13 @@ class OpenMachine(RuleBasedStateMachine):
                 row["held"].pop(name, None)
                 row["had"].pop(name, None)
 
-    @rule()
-    def lose_unit(self):
+    @rule(groups=st.integers(0, 3), size=st.integers(1, 3))
+    def lose_unit(self, groups, size):
         self.lost |= self.rows
         self.rows.clear()
         self.gone.clear()
         self.replace_unit()
+        self.put_more(groups, size)
 
     @rule(data=st.data())
     def clear_rows(self, data):
@@ -164,13 +173,14 @@ class OpenMachine(RuleBasedStateMachine):
             self.lost.pop(number, None)
             self.cleared += 1
 
-    @rule()
-    def clear(self):
+    @rule(groups=st.integers(0, 3), size=st.integers(1, 3))
+    def clear(self, groups, size):
         self.table.clear(P)
         self.gone |= self.rows.keys()
         self.rows.clear()
         self.lost.clear()
-        self.cleared, self.expected = 0, None
+        self.cleared, self.dropped, self.expected = 0, 0, None
+        self.put_more(groups, size)
 
     @rule(total=st.integers(0, 9))
     def expect(self, total):
@@ -225,11 +235,18 @@ class OpenMachine(RuleBasedStateMachine):
             assert told.done == sum(task in row["had"] for row in self.rows.values())
             assert told.leased == sum(task in row["held"] for row in self.rows.values())
             assert (told.rows, told.cleared, told.expected) == (
-                len(self.rows) + len(self.lost),
+                len(self.rows) + len(self.lost) + self.dropped,
                 self.cleared,
                 self.expected,
             )
         assert (self.partition.resets, self.partition.peeked) == (self.resets, self.peeked)
+
+    @invariant()
+    def what_is_ready_is_what_the_user_believes(self):
+        for task, queue in self.partition.queues.items():
+            rows = [row for item in queue.index for row in (queue.open_rows(item) if queue.by_group else [item])]
+            assert {row.row for row in rows} == self.ready(task)
+            assert queue.index.weight == len(rows)
 
     @invariant()
     def the_log_makes_the_same_state_again(self):
@@ -256,6 +273,11 @@ class OpenMachine(RuleBasedStateMachine):
             assert report.cleared == self.partition.cleared + counts[RowState.DROPPED] + counts[RowState.FILTERED]
 
     # --- short words
+
+    def put_more(self, groups, size):
+        """Put rows, without which there is little that can happen."""
+        if groups:
+            self.put(groups, size, key=None, again=False)
 
     @property
     def partition(self):
@@ -305,7 +327,7 @@ def test_open_machine(monkeypatch):
     run_state_machine_as_test(
         OpenMachine,
         settings=settings(
-            max_examples=200,
+            max_examples=100,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

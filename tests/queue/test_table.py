@@ -10,7 +10,7 @@ from asyncflow.queue.protocol.calls import Begin, ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import NewRows
 from asyncflow.queue.table.report import snapshot
-from asyncflow.queue.table.rows import put
+from asyncflow.queue.table.rows import put, reset
 from asyncflow.queue.table.snapshot import snapshot as records_of
 from asyncflow.queue.table.state import RowState
 
@@ -318,11 +318,26 @@ def test_two_gangs_cannot_train_one_partition(queue):
 def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
     queue.create(0)
     rows = queue.claim("rollout")
+    known = queue.table.wanted(P).revision
     queue.table.clear(P)
+    assert queue.table.wanted(P).revision > known
     assert sorted(row.row for row in queue.table.state.to_free) == sorted(row.row for row in rows)
     assert queue.complete(rows, "response") == [False, False]
     assert queue.create(0) == [True, True]
     assert len(queue.claim("rollout")) == 2
+
+
+def test_a_reset_of_all_tasks_passes_over_that_of_a_gang_which_cannot_be_reset(queue):
+    queue.create(0)
+    queue.through(upto="score")
+    partition = queue.table.state.partition(P)
+    assert reset(queue.table.state, partition, None) == 4
+    before = len(queue.events())
+    assert reset(queue.table.state, partition, None) == 0
+    with pytest.raises(Refused, match="the task of a gang is not reset"):
+        reset(queue.table.state, partition, "train")
+    assert len(queue.events()) == before
+    assert [row.attempt for row in queue.claim("rollout")] == [1, 1]
 
 
 def test_a_claim_does_not_look_at_all_rows(make_queue):
