@@ -74,7 +74,7 @@ def test_an_audit_follows_groups_that_change_their_steps(queue):
     queue.table.close(P, 1)
     closed = list(queue.events())
     assert audit(closed).trained == 2
-    assert not [problem for problem in audit(closed).problems if "was never finished" in problem]
+    assert audit(closed).problems == ["prompt 0 lacks 2 of 2 samples"], "that serial was never put"
     assert "sample (1, 0) of step 1 was never finished" in audit(without(closed, ev.Exchanged)).problems
     assert audit(events).unfinished == 2
 
@@ -106,6 +106,8 @@ def test_an_exchange_of_groups_that_may_not_change_their_steps_is_a_problem(queu
 def test_no_ledger(tmp_path):
     with pytest.raises(FileNotFoundError):
         audit_ledger(tmp_path / "nowhere")
+    report = audit([])
+    assert (report.ok, report.closed, report.last_committed_step, report.dispatched) == (True, False, 0, 0)
 
 
 def test_a_run_that_was_stopped_is_unfinished_and_not_lost(events):
@@ -171,8 +173,8 @@ def test_a_missing_sample_is_lost(events):
 def test_a_sample_that_a_slot_left_out_is_lost(events):
     slot = next(event for event in events if isinstance(event, ev.SlotDecided))
     report = audit(replaced(events, slot, ranks=[slot.ranks[0][1:]]))
-    assert (report.lost, report.trained, report.duplicated) == (1, 5, 0)
-    assert "was never finished" in report.problems[0]
+    assert (report.lost, report.trained, report.unfinished, report.duplicated) == (1, 5, 0, 0)
+    assert report.problems == ["sample (0, 1) of step 1 was never finished"]
 
 
 def test_a_drop_that_was_not_recorded_is_lost(events):
@@ -197,6 +199,17 @@ def test_a_sample_in_two_slots_is_duplicated(events):
     report = audit(replaced(events, slot, ranks=[slot.ranks[0] + slot.ranks[0][:1]]))
     assert report.duplicated == 1
     assert not report.ok
+
+
+@pytest.mark.parametrize("first", ["trained", "filtered"])
+def test_a_sample_that_ends_twice_is_duplicated(events, first):
+    slot = next(event for event in events if isinstance(event, ev.SlotDecided))
+    drop = next(event for event in events if isinstance(event, ev.RowsDropped))
+    rows = drop.rows if first == "filtered" else slot.ranks[0][:1]
+    report = audit([*events, msgspec.structs.replace(drop, rows=rows)])
+    assert (report.duplicated, report.ok) == (1, False)
+    if first == "filtered":
+        assert audit(replaced(events, slot, ranks=[slot.ranks[0] + rows])).duplicated == 1
 
 
 def test_a_sample_in_two_steps_is_duplicated(events):
@@ -239,7 +252,8 @@ def test_eval_partitions_are_passed_over(queue):
 def test_a_row_that_a_task_has_twice_is_found(events):
     lease = next(event for event in events if isinstance(event, ev.Leased))
     again = msgspec.structs.replace(lease, lease=lease.lease + (1 << 30))
-    for place in (events.index(lease) + 1, len(events)):
+    done = next(event for event in events if isinstance(event, ev.Completed) and event.lease == lease.lease)
+    for place in (events.index(lease) + 1, events.index(done) + 1, len(events)):
         report = audit([*events[:place], again, *events[place:]])
         assert f"row {lease.rows[0]} of {P} went to rollout twice, or was gone" in report.problems
         assert not report.ok

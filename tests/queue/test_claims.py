@@ -141,6 +141,33 @@ def test_rows_that_were_dropped_from_a_group_are_counted_once_by_the_audit_of_a_
     assert (reports[0].put, reports[0].cleared, reports[0].remaining, reports[0].ok) == (6, 4, 2, True)
 
 
+def test_a_task_that_clears_what_it_completes_writes_nothing():
+    rows = Rows(("t", {"clears": True}))
+    (put,) = rows.put(1)
+    (held,) = rows.claim(max_rows=1)
+    with pytest.raises(Refused, match="so it writes nothing"):
+        rows.table.complete(held.lease, [put], Cells(dtypes={"y": "int64"}, sizes={"y": [8]}), None)
+    assert rows.complete([held]) == [True]
+
+
+def test_a_completion_replaces_a_column_that_was_written_meanwhile_and_comes_again_for_nothing():
+    rows = Rows(("writer", {"writes": ["y"]}))
+    (put,) = rows.put(1)
+    (held,) = rows.claim("writer", max_rows=1)
+    sized = [Cells(dtypes={"y": "int64"}, sizes={"y": [size]}) for size in (8, 16, 24)]
+    assert write(rows.table.state, [put], sized[0], []) == [True]
+    for cells in sized[1:]:
+        assert rows.table.complete(held.lease, [put], cells, None) == [True]
+        assert rows.table.state.rows[put].columns["y"] == 16
+
+
+def test_clearing_an_empty_partition_opens_it_again():
+    rows = Rows(("t", {}))
+    rows.table.close(P, 0)
+    rows.table.clear(P)
+    assert len(rows.put(1)) == 1
+
+
 def test_a_task_that_clears_leaves_nothing_of_its_rows():
     rows = Rows(("t", {"clears": True}), ("u", {}))
     put = rows.put(6, size=2)
@@ -258,6 +285,7 @@ def test_reasons_for_which_rows_came_back_are_counted_apart_up_to_a_number_of_th
         assert again.partitions[P].returned == expected
         assert auditor.report().redeliveries == MOST_REASONS + 3
         assert auditor.report().reasons.items() <= expected.items()
+        assert auditor.report().reasons[OTHER_REASON] == 2
 
 
 def test_a_closed_partition_gets_no_row_but_those_that_were_lost():
@@ -271,7 +299,8 @@ def test_a_closed_partition_gets_no_row_but_those_that_were_lost():
     assert rows.table.state.rows.keys() == {again}
 
 
-def test_keys_wait_until_the_units_have_spoken():
+@pytest.mark.parametrize("then", ["told", "lost"])
+def test_keys_wait_until_the_units_have_spoken_or_are_lost(then):
     rows = Rows(("t", {}))
     rows.put(1, tags=[{KEY_TAG: "a"}])
     again = Rows()
@@ -282,7 +311,11 @@ def test_keys_wait_until_the_units_have_spoken():
     with pytest.raises(PeerLost, match="not yet told"):
         again.put(1, tags=[{KEY_TAG: "a"}])
     assert len(again.put(1)) == 1
-    table.miss(location_at(rows.epoch, 0))
+    if then == "told":
+        table.miss(location_at(rows.epoch, 0))
+    else:
+        table.lose_unit(0)
+        again.epoch = table.join_unit(0, "another")
     assert len(again.put(1, tags=[{KEY_TAG: "a"}])) == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import DeadlineExceeded, Elsewhere, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, ProtocolError, StaleHandle
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import BytesLost, Place
@@ -257,6 +257,53 @@ async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
     unit.holdings.clear([row])
     with pytest.raises(StaleHandle, match=f"row {row} is not here"):
         await unit.holdings.fetch([row], ["a"])
+
+
+async def test_a_full_unit_takes_what_it_promised_to_each_row_once_and_nothing_else():
+    unit = Unit(limit=2 * (8 + 24))
+    *rows, other = await unit.create([1, 1])
+    for refused in ({"c": [(1, 0)]}, {"b": [(4, 0)]}):
+        with pytest.raises(DeadlineExceeded):
+            await unit.write(rows, refused)
+    with pytest.raises(DeadlineExceeded):
+        await unit.write(rows, {"b": [(1, 0)]}, outcome="keep")
+    await unit.write(rows, {"b": [(3, 7)]})
+    assert (unit.budget.used, unit.budget.promised) == (40, 24)
+    with pytest.raises(DeadlineExceeded):
+        await unit.write(rows, {"b": [(3, 8)]}, lease="2")
+    await unit.write([other], {"b": [(3, 9)]})
+    assert (await unit.holdings.fetch([*rows, other], ["b"]))["b"].values.tolist() == [7] * 3 + [9] * 3
+
+
+async def test_what_was_stored_and_is_not_proposed_is_freed():
+    unit = Unit()
+    rows = await unit.create([1, 1], outputs={})
+    blob = await unit.holdings.store({"c": Jagged.from_rows([[1], [2, 3]], "int64")}, rows=rows, timeout=0)
+    assert unit.budget.used == 16 + 24
+    unit.holdings.discard(blob, 2)
+    await freed()
+    assert unit.budget.used == 16
+    assert len(unit.backend._blobs) == 1
+
+
+async def test_whoever_put_hears_that_the_unit_was_given_up():
+    unit = Unit()
+    rows = await unit.create([1])
+    written, sent = await unit.store(rows, {"b": [(2, 7)]}), await unit.send([FAR], [1])
+    unit.holdings.wipe()
+    assert (await written.decided()).ok == [False]
+    with pytest.raises(PeerLost, match="the unit was given up"):
+        await sent.decided()
+    await freed()
+    assert (unit.budget.used, unit.budget.promised, unit.holdings.puts, unit.backend._blobs) == (0, 0, {}, {})
+
+
+@pytest.mark.parametrize("rows", [[], [0, 0]])
+async def test_a_fetch_names_rows_and_each_once(rows):
+    unit = Unit()
+    await unit.create([1])
+    with pytest.raises(ProtocolError, match="each once"):
+        await unit.holdings.fetch(rows, ["a"])
 
 
 class Slow(MemoryBackend):

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from asyncflow.errors import Fenced, Refused
+from asyncflow.identity import RowPlace
 from asyncflow.queue.protocol.calls import Begin, ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
-from asyncflow.queue.protocol.unit_calls import NewRows
+from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.report import snapshot
 from asyncflow.queue.table.rows import put, reset
 from asyncflow.queue.table.snapshot import snapshot as records_of
@@ -308,6 +309,27 @@ def test_a_new_incarnation_of_a_unit_makes_its_rows_wanted(queue):
     assert queue.create(0, 1) == [True] * 4
     assert queue.table.wanted(P).keys == []
     assert len(queue.claim("rollout")) == 4
+
+
+def test_rows_of_a_step_are_lost_with_their_group_and_open_ones_alone(queue):
+    queue.create(0, 1)
+    first, *_ = queue.table.state.rows
+    assert queue.table.lose_rows([first, first, 1 << 60]) == 2
+    assert [tuple(meta.key) for meta in queue.table.wanted(P).keys] == [(0, 0), (0, 1)]
+    assert [row.sample for row in queue.table.state.to_free] == [1], "the bytes of the other are gone"
+    cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8, 8]})
+    numbers = [RowPlace(queue.epoch, 0, 100 + index).row for index in range(2)]
+    put(queue.table.state, NewRows("open", b"a client", 0, 2, numbers, cells, []))
+    assert queue.table.lose_rows(numbers[:1]) == 1
+    assert numbers[1] in queue.table.state.rows
+
+
+def test_rows_of_a_job_are_not_cleared_one_by_one(queue):
+    queue.create(0)
+    rows = list(queue.table.state.rows)
+    with pytest.raises(Refused, match="is for train, not open"):
+        queue.table.clear_rows(P, rows)
+    assert list(queue.table.state.rows) == rows
 
 
 def test_two_gangs_cannot_train_one_partition(queue):

@@ -76,7 +76,7 @@ def is_array(value: Any) -> bool:
 
 
 def _nested(values: Any) -> bool:
-    return bool(getattr(values, "is_nested", False)) or (isinstance(values, np.ndarray) and values.dtype.kind in "OUS")
+    return bool(getattr(values, "is_nested", False)) or (isinstance(values, np.ndarray) and values.dtype.kind == "O")
 
 
 def _of_rows(rows: list[Any], where: str) -> Jagged:

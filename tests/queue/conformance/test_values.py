@@ -118,9 +118,47 @@ def test_an_object_that_contains_itself_is_refused():
 
 
 def test_what_is_no_plain_value_is_refused_with_its_name():
-    for value, words in ((object(), "of type object"), ({1, 2}, "of type set"), (1 << 64, "of type int")):
+    for value, words in (
+        (object(), "of type object"),
+        ({1, 2}, "of type set"),
+        (1 << 64, "of type int"),
+        ({(1,): 2}, "of type dict"),
+    ):
         with pytest.raises(Refused, match=words):
             pack_object({"deep": [value]})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1 << 63], "an integer does not fit int64"),
+        (np.zeros((2, 3, 0)), r"rows of shape \(..., 0\) hold nothing"),
+        ([np.zeros((2, 0)), np.zeros((3, 0))], r"rows of shape \(..., 0\) hold nothing"),
+        (np.array(1.0), "a single number has no rows"),
+        (np.array(["a", 1], object)[:0], "no rows in a list say no dtype"),
+        (np.zeros(2, complex), "values of dtype complex128 cannot be a column"),
+        (np.array(["ab"]), "values of dtype str64 cannot be a column"),
+        (np.array([b"ab"]), "values of dtype bytes16 cannot be a column"),
+    ],
+)
+def test_a_column_that_could_not_be_given_back_is_refused(values, words):
+    with pytest.raises(Refused, match=words):
+        encode(values)
+
+
+def test_an_array_without_rows_is_a_column_without_rows():
+    for shape in ((0,), (0, 3), (0, 3, 2)):
+        assert len(decode(encode(np.zeros(shape)))) == 0
+
+
+def test_the_rows_of_an_array_of_objects_are_plain_values():
+    assert decode(encode(np.array([{"a": 1}, None], object))) == [{"a": 1}, None]
+
+
+@pytest.mark.parametrize("array", [["pigeon", [1], b"x"], ["int8", [-1], b"x"], ["int8", [2], b"x"]])
+def test_an_array_that_nobody_packed_is_no_object(array):
+    with pytest.raises(ProtocolError, match="no plain object"):
+        unpack_object(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(array))))
 
 
 def test_columns_that_differ_in_rows_are_refused_with_their_lengths():
