@@ -202,6 +202,19 @@ async def test_a_sample_that_cannot_be_read_to_be_made_smaller_is_not_waited_for
     await backend.close()
 
 
+async def test_a_sample_is_made_smaller_when_less_than_half_of_it_is_needed():
+    store = Flaky(random.Random(1))
+    backend = await opened(store)
+    await backend.put(1, {name: encode([np.arange(items)]) for name, items in (("a", 1), ("b", 2), ("c", 1))})
+    for freed, left in (("b", 32), ("c", 8)):
+        await backend.free([Place(1, 0)], [freed])
+        async with asyncio.timeout(10):
+            while backend._jobs:
+                await asyncio.sleep(0)
+        assert [len(value) for value in store.values.values()] == [left]
+        assert (await backend.get([Place(1, 0)], ["a"]))["a"].values.tolist() == [0]
+
+
 async def test_a_put_of_which_the_store_refuses_a_part_leaves_nothing():
     class Refusing(Flaky):
         async def write(self, keys, sizes, values):
