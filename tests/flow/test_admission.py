@@ -1,9 +1,13 @@
 """Admission: the published accounting of AReaL and verl, and what it promises."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.admission import BoundedLag, Concurrency, InFlight, StalenessThreshold, admit
+from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.flow.admission import BoundedLag, Concurrency, InFlight, StalenessThreshold, admission_by, admit
 from asyncflow.flow.schedule import Schedule
 
 
@@ -28,12 +32,28 @@ def test_verl_formula_counts_what_was_in_flight_at_the_publication() -> None:
     policy = StalenessThreshold(prompts_per_step=32, sync_every=1, threshold=0.5)
     assert policy.allowance(flow()) == 48
     assert policy.allowance(flow(published=1, dispatched=42)) == 48 - 10
+    every_third = StalenessThreshold(prompts_per_step=32, sync_every=3, threshold=0.5)
+    assert every_third.allowance(flow(published=3, dispatched=106)) == 144 - 10
 
 
 def test_admission_is_the_smallest_allowance_and_never_negative() -> None:
     policies = [BoundedLag(prompts_per_step=8, lag=1, steps=10), Concurrency(limit=5)]
     assert admit(policies, flow(running=2)) == 3
     assert admit(policies, flow(running=9)) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "allowed"),
+    [
+        ({"swap_at": "quota", "staleness_threshold": 0.0}, 16),
+        ({"swap_at": "sequence", "max_staleness": 3, "staleness_threshold": 9.0}, 32),
+        ({"swap_at": "token", "max_staleness": 3, "staleness_threshold": 0.5}, 12),
+        ({"swap_at": "token", "max_staleness": 3, "staleness_threshold": 0.5, "max_inflight": 7}, 5),
+    ],
+)
+def test_each_bound_of_a_manifest_holds(schedule: dict[str, Any], allowed: int) -> None:
+    policies = admission_by(ScheduleSpec(**schedule), prompts_per_step=8, steps=10)
+    assert admit(policies, flow(running=2)) == allowed
 
 
 @given(

@@ -23,6 +23,7 @@ def test_a_filtered_group_is_replaced_in_its_own_step() -> None:
     assignment.exclude(0)
     assert assignment.issue() == (4, 1)
     assert assignment.issue() is None
+    assert not assignment.outruns(5), "every step has its prompts, so that none is wanted"
     assert assignment.dispatched == 4
 
 
@@ -84,6 +85,34 @@ def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restar
     assert assignment.running == 0
 
 
+def test_unfinished_are_the_steps_that_were_begun_and_the_one_that_gets_the_next_prompt() -> None:
+    assignment = PromptAssignment(prompts_per_step=2, steps=2)
+    seen = [assignment.unfinished(trained_step=0)]
+    while assignment.issue() is not None:
+        seen.append(assignment.unfinished(trained_step=0))
+    assert seen == [{1}, {1}, {1, 2}, {1, 2}, {1, 2}]
+    assert [assignment.unfinished(trained_step=step) for step in (1, 2)] == [{2}, set()]
+
+
+def test_steps_that_are_trained_stay_full_whether_the_ledger_tells_of_them_or_not() -> None:
+    recorded = {2: LedgerStep([4, 5, 6, 7, 8], undecided=1, excluded=1), 3: LedgerStep([9], undecided=1, excluded=0)}
+    assignment = PromptAssignment(prompts_per_step=4, steps=3)
+    assignment.restore(recorded, committed=2, next_serial=10, missing=[])
+    assert assignment.dispatched == 4 + 4 + 1
+    assert assignment.issue() == (10, 3)
+
+
+def test_samples_of_one_step_go_on_as_they_come_and_those_of_several_once_all_are_complete() -> None:
+    assignment = PromptAssignment(prompts_per_step=1, steps=2)
+    together = [assignment.complete_together([1, 2])]
+    issue_all(assignment)
+    assert assignment.complete_together([1])
+    for serial in (0, 1):
+        together.append(assignment.complete_together([1, 2]))
+        assignment.finish(serial)
+    assert [*together, assignment.complete_together([1, 2])] == [False, False, False, True]
+
+
 @given(st.lists(st.sampled_from(["issue", "finish", "filter", "skip"]), max_size=60))
 def test_prompts_in_flight_are_those_issued_and_not_finished(what: list[str]) -> None:
     assignment = PromptAssignment(prompts_per_step=3, steps=4)
@@ -100,3 +129,29 @@ def test_prompts_in_flight_are_those_issued_and_not_finished(what: list[str]) ->
             if each == "filter":
                 assignment.exclude(serial)
         assert assignment.running == len(flying)
+
+
+@given(st.permutations(range(12)), st.integers(0, 3))
+def test_whatever_is_finished_first_fills_the_lowest_step_that_may_have_it(order: list[int], apart: int) -> None:
+    """Steps up to ``apart`` are begun by other versions than those after it."""
+    assignment = PromptAssignment(prompts_per_step=3, steps=4)
+    step_of = dict(issue_all(assignment))
+    assignment.out(step_of)
+    unfinished = set(step_of)
+    for serial in order:
+        assignment.finish(serial)
+        unfinished.remove(serial)
+        own = step_of[serial]
+        alike = {step for step in range(1, 5) if (step > apart) == (own > apart)}
+        lower = {step_of[each] for each in unfinished} & alike & set(range(own))
+        place = assignment.late(serial, alike=lambda step: step > apart)
+        assert (place is None) == (not lower)
+        if place is not None:
+            step, late = place
+            assert step == step_of[late] == min(lower)
+            assert late in unfinished
+            assignment.exchange(serial, late)
+            step_of[serial], step_of[late] = step, own
+        assert assignment.running == len(unfinished)
+        open_steps = {step_of[each] for each in unfinished}
+        assert [assignment.complete(step) for step in range(1, 5)] == [step not in open_steps for step in range(1, 5)]

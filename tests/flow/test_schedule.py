@@ -24,6 +24,19 @@ def test_sequence_allows_newer_versions() -> None:
 def test_evaluations_are_the_first_the_last_and_each_nth() -> None:
     assert Schedule(steps=25, lag=1, exact=True, eval_every=10).evaluations() == [0, 10, 20, 25]
     assert Schedule(steps=25, lag=1, exact=True).evaluations() == [0, 25]
+    every_second = Schedule(steps=25, lag=1, exact=False, sync_every=2, eval_every=5)
+    assert every_second.evaluations() == [0, 10, 20, 25], "of those that are published"
+
+
+def test_each_nth_version_is_published_and_the_last() -> None:
+    schedule = Schedule(steps=7, lag=2, exact=False, sync_every=3)
+    assert [step for step in range(8) if schedule.publishes(step)] == [0, 3, 6, 7]
+
+
+def test_steps_that_are_complete_together_are_blocks_of_as_many_as_are_required() -> None:
+    schedule = Schedule(steps=5, lag=1, exact=False, require_batches=2)
+    assert [list(schedule.together(step)) for step in range(1, 6)] == [[1, 2], [1, 2], [3, 4], [3, 4], [5]]
+    assert list(Schedule(steps=5, lag=1, exact=False).together(3)) == [3]
 
 
 @given(more=st.integers(0, 4), every=st.integers(1, 4), step=st.integers(1, 100))

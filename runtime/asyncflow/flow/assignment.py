@@ -46,7 +46,7 @@ class PromptAssignment:
 
         there: how many prompts there are so far, None where there is no end of them.
         """
-        while self._lowest <= self.steps and self._counted[self._lowest] >= self.prompts_per_step:
+        while self._counted[self._lowest] >= self.prompts_per_step:
             self._lowest += 1
         if self._lowest > self.steps:
             return None
