@@ -1,16 +1,23 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from asyncflow.algorithms.base import Algorithm, Tokens
+from asyncflow.algorithms.cispo import Cispo
+from asyncflow.algorithms.dpo import Dpo
+from asyncflow.algorithms.gspo import Gspo
+from asyncflow.algorithms.ipo import Ipo
 from asyncflow.algorithms.loss import Aggregation, Loss, LossTotals
-from asyncflow.algorithms.losses import Clip, KlName, kl_penalty, ppo_clip
+from asyncflow.algorithms.losses import Clip, KlName, KlTarget, PolicyTerms, kl_penalty, ppo_clip
 from asyncflow.errors import ManifestError
 
 
 def terms(ratio: float, advantage: float, clip: Clip) -> tuple[float, float, tuple[bool, bool, bool]]:
     """Loss, gradient by log-prob, and which clip was at work."""
-    logprobs = torch.tensor([np.log(ratio)], dtype=torch.float64, requires_grad=True)
-    got = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage], dtype=torch.float64), clip)
+    logprobs = torch.tensor([np.log(ratio) - 2], dtype=torch.float64, requires_grad=True)
+    got = ppo_clip(logprobs, torch.full((1,), -2.0), torch.tensor([advantage], dtype=torch.float64), clip)
     (gradient,) = torch.autograd.grad(got.loss.sum(), logprobs)
     return got.loss.item(), gradient.item(), (bool(got.clipped_low), bool(got.clipped_high), bool(got.clipped_dual))
 
@@ -22,6 +29,7 @@ def terms(ratio: float, advantage: float, clip: Clip) -> tuple[float, float, tup
         (1.5, 2.0, -2.56, 0.0, (False, True, False)),
         (0.5, 2.0, -1.0, -1.0, (False, False, False)),
         (0.5, -2.0, 1.6, 0.0, (True, False, False)),
+        (1.5, 0.5, -0.64, 0.0, (False, True, False)),
         (2.0, -2.0, 4.0, 4.0, (False, False, False)),
         (5.0, -2.0, 6.0, 0.0, (False, False, True)),
         (5.0, 0.0, 0.0, 0.0, (False, False, False)),
@@ -40,7 +48,52 @@ def test_absurd_ratio_stays_finite() -> None:
     assert np.isfinite([loss, gradient]).all()
 
 
+@pytest.mark.parametrize("name", ["k3", "k3+"])
+def test_an_absurd_divergence_stays_finite(name: KlName) -> None:
+    logprobs = torch.tensor([-1000.0], requires_grad=True)
+    got = kl_penalty(logprobs, torch.zeros(1), name)
+    (gradient,) = torch.autograd.grad(got.sum(), logprobs)
+    assert torch.isfinite(torch.cat([got, gradient])).all()
+
+
+def measured(algorithm: Algorithm, ratios: list[float], advantages: list[float]) -> PolicyTerms:
+    """Terms of three responses of two tokens each, whose advantages are given by response; pairs are by |advantage|."""
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log()
+    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(2)
+    sequences = torch.arange(3).repeat_interleave(2)
+    tokens = Tokens(logprobs, torch.zeros(6), each, torch.ones(6), sequences, torch.zeros(6), each.abs().long() - 1)
+    return algorithm.policy(tokens, Clip(low=0.2, high=0.28))
+
+
+def test_weights_that_are_clipped_are_counted_where_they_matter() -> None:
+    terms = measured(Cispo(), [0.5, 0.9, 1.2, 1.5, 1.5, 0.5], [1, -1, 0])
+    assert terms.clipped_low.tolist() == [True, *[False] * 5]
+    assert terms.clipped_high.tolist() == [*[False] * 3, True, False, False], "without advantage nothing is clipped"
+    assert not terms.clipped_dual.any()
+    assert terms.ratio.tolist() == pytest.approx([0.5, 0.9, 1.2, 1.5, 1.5, 0.5])
+
+
+def test_the_tokens_of_a_response_have_one_ratio_and_are_clipped_together() -> None:
+    terms = measured(Gspo(), [2.0, 1.0, 0.5, 1.0, 2.0, 0.5], [1, -1, -1])
+    assert terms.ratio.tolist() == pytest.approx([2**0.5] * 2 + [2**-0.5] * 2 + [1.0] * 2)
+    assert (terms.clipped_high.tolist(), terms.clipped_low.tolist()) == (
+        [True, True, *[False] * 4],
+        [False, False, True, True, False, False],
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "margin"), [(Dpo(), np.log(8)), (Ipo(), np.log(8) / 2)])
+def test_of_a_pair_the_margin_is_measured_and_whether_the_chosen_one_is_ahead(algorithm: Dpo, margin: float) -> None:
+    for chosen, ahead in ((1, 1), (-1, 0)):
+        terms = measured(algorithm, [2.0, 2.0, 0.5, 1.0, 1.0, 1.0], [chosen, -chosen, 2])
+        assert terms.figures["pair_margin"].tolist() == pytest.approx([chosen * margin] * 4 + [0.0] * 2)
+        assert terms.figures["pair_accuracy"].tolist() == [ahead] * 4 + [0] * 2
+        assert not (terms.clipped_low | terms.clipped_high | terms.clipped_dual).any()
+        assert terms.ratio.tolist() == pytest.approx([2.0, 2.0, 0.5, 1.0, 1.0, 1.0])
+
+
 def test_bad_clips_are_refused() -> None:
+    assert (Clip(low=0.0, high=0.0).low, Clip(dual=1.5).dual) == (0, 1.5)
     for bad in ({"low": 1.0}, {"high": -0.1}, {"dual": 1.0}):
         with pytest.raises(ManifestError):
             Clip(**bad)
@@ -82,6 +135,25 @@ def test_only_a_lone_policy_term_can_be_silent() -> None:
     assert Loss().silent(advantages).tolist() == [True, False]
     assert not Loss(kl=0.1).silent(advantages).any()
     assert not Loss(entropy=0.1).silent(advantages).any()
+    assert Loss(kl=0.1, penalised=True).silent(advantages).tolist() == [True, False], "the reward has it"
+
+
+def test_log_probs_of_the_reference_are_asked_for_where_something_needs_them() -> None:
+    losses = (Loss(), Loss(kl=0.1), Loss(kl=0.1, penalised=True), Loss(algorithm=Dpo()))
+    assert [(loss.diverges, loss.compares, loss.references) for loss in losses] == [
+        (False, False, False),
+        (True, True, True),
+        (False, False, True),
+        (False, True, True),
+    ]
+
+
+def test_the_coefficient_is_adapted_by_the_divergence_that_it_weighs() -> None:
+    metrics = {"kl": 0.11, "penalty_kl": 0.5}
+    loss = Loss(kl=0.3, target=KlTarget(value=0.1, horizon=10.0))
+    assert loss.after(metrics).kl == pytest.approx(0.3 * (1 + 0.1 / 10))
+    assert replace(loss, penalised=True).after(metrics).kl == pytest.approx(0.3 * (1 + 0.2 / 10))
+    assert replace(loss, target=None).after(metrics).kl == loss.after({}).kl == 0.3
 
 
 def test_aggregation_weights_and_divisors() -> None:
