@@ -104,6 +104,24 @@ def test_a_clock_that_is_set_back_changes_no_duration(tmp_path: Path) -> None:
     assert (progress.eta_seconds(), progress.step_p95(), progress.tokens_per_second()) == (12.0, 2.0, 50.0)
 
 
+def test_figures_are_those_of_the_last_ten_steps_and_a_pace_is_of_one_attempt(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, steps=60, now=0.0)
+    assert (progress.eta_seconds(), progress.step_p95(), progress.samples_needed()) == (None, None, None)
+    assert (progress.tokens_per_second(), progress.wait_share(), progress.last_step_at) == (0.0, 0.0, None)
+    for step in range(1, 41):
+        progress.step(step_line(step, at=float(step), wall_s=float(step), wait_s=step / 4))
+    recent = sum(range(31, 41))
+    assert progress.eta_seconds() == pytest.approx(recent / 10 * 20)
+    assert progress.tokens_per_second() == pytest.approx(1000 / recent)
+    assert progress.wait_share() == pytest.approx(1 / 4)
+    assert progress.samples_needed() == pytest.approx(40 / (recent * 3 / 4))
+    assert progress.step_p95() == 39, "of 39 steps that followed another, the second slowest"
+    assert progress.last_step_at == 40
+    progress.step(step_line(41, attempt=1, wall_s=1000.0, wait_s=1000.0))
+    assert progress.tokens_per_second() == pytest.approx(1000 / recent), "nothing is known of what it loaded"
+    assert progress.wait_share() == pytest.approx((1000 + (recent - 31) / 4) / (1000 + recent - 31))
+
+
 def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> None:
     progress = RunProgress(tmp_path, steps=10, now=0.0)
     for step in (1, 2, 3):

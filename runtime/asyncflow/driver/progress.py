@@ -225,7 +225,7 @@ class RunProgress:
     def step_p95(self) -> float | None:
         """Return the 95th percentile of the seconds between steps."""
         seconds = sorted(self.step_seconds())
-        return seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))] if seconds else None
+        return seconds[int(0.95 * len(seconds))] if seconds else None
 
     def wait_share(self) -> float:
         """Return the share of the recent steps that the trainer waited for samples."""
