@@ -17,13 +17,21 @@ from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import restore
-from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
+from asyncflow.driver.groups import (
+    FILTERED_ZERO_VARIANCE,
+    TOO_FEW_REWARDS,
+    AdvantageTask,
+    DecidedGroup,
+    GroupPolicy,
+    RewardTally,
+)
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
 from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
+from asyncflow.rewards.wire import TURN_REWARDS
 from asyncflow.rpc.columns import Jagged
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
@@ -64,6 +72,29 @@ def test_a_sample_without_a_reward_goes_no_further(failure: str) -> None:
 def test_a_reward_that_timed_out_is_0_unless_it_is_to_be_dropped() -> None:
     assert not policy().drops("timeout")
     assert policy(drop_timeouts=True).drops("timeout")
+
+
+def test_a_manifest_says_what_becomes_of_groups() -> None:
+    sizes = ["algorithm.promptsPerStep=3", "algorithm.seed=7"]
+    settings = {
+        "algorithm.filterZeroVariance": "drop",
+        "algorithm.maxFilteredBatches": "5",
+        "evaluation.passReward": "0.5",
+        "reward.onTimeout": "zero",
+        "reward.shuffle": "true",
+    }
+    overrides = [f"{field}={value}" for field, value in settings.items()]
+    usual, other, same_bits = (
+        GroupPolicy.of(load_job(EXAMPLE, [*sizes, *more]).spec)
+        for more in ([], overrides, ["schedule.deterministic=true"])
+    )
+    assert (usual.refills, other.refills, same_bits.refills) == (True, True, False)
+    assert (usual.drop_zero_variance, other.drop_zero_variance) == (False, True)
+    assert (usual.drop_timeouts, other.drop_timeouts) == (True, False)
+    assert (usual.shuffle_seed, other.shuffle_seed, other.most_filtered) == (None, 7, 15)
+    halves = group_of(0.5, 0.5)
+    assert (usual.alike(halves), other.alike(halves), usual.alike(group_of(1, 1))) == ("wrong", "right", "right")
+    assert usual.alike(group_of(0.5, 1)) is None
 
 
 def test_a_group_of_one_reward_has_nothing_to_be_compared_with() -> None:
@@ -444,6 +475,25 @@ def test_a_response_is_as_long_as_its_limit_counts_observations_too() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(groups.run())
     assert decided == [[-0.5, 0.5]]
+
+
+def test_a_sample_whose_turns_have_no_rewards_has_its_own_for_the_last() -> None:
+    class Turns(Finished):
+        def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
+            told = {"reward": 1.0, TURN_REWARDS: "[0.25,0.75]", "turns": 2}, {"reward": 2.0, "turns": 2}
+            for rows, _ in zip(super()._rows(reward, varied, groups), range(1), strict=False):
+                for row, tags in zip(rows, told, strict=True):
+                    row.meta.tags.update(tags)
+                yield rows
+
+    decided: list[DecidedGroup] = []
+    groups = groups_of(Turns(reward=0.0), limit=1)
+    groups.policy = policy(algorithm=Grpo(estimator="dr-grpo", by_turn=True))
+    groups.decided = lambda _step, group: decided.append(group)
+    with pytest.raises(TimeoutError):
+        asyncio.run(groups.run())
+    assert [each.tolist() for each in decided[0].turns] == [[-0.5, -0.625], [0.5, 0.625]]
+    assert decided[0].cells.row(1).tolist() == [0.5, 0.625]
 
 
 def test_a_group_that_is_claimed_again_is_not_counted_again() -> None:

@@ -13,6 +13,7 @@ from asyncflow.api.status import (
     CheckpointState,
     CorrectionFigures,
     DriverStatus,
+    QueueDepth,
     RewardState,
     SetState,
     Staleness,
@@ -20,7 +21,7 @@ from asyncflow.api.status import (
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress, line_of
-from asyncflow.driver.status import build_status, last_words, show, waiting_for
+from asyncflow.driver.status import build_status, count_step, last_words, show, waiting_for
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
@@ -185,6 +186,56 @@ def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> N
     assert value("asyncflow_driver_eval_set_accuracy_ratio", named) == 0.25
     assert value("asyncflow_driver_eval_set_reward", named) == 0.5
     assert value("asyncflow_driver_eval_set_pass_ratio", {**named, "k": "4"}) == 0.75
+
+
+def test_what_prometheus_scrapes_of_the_job_is_what_the_status_says() -> None:
+    metrics = DriverMetrics()
+    parts, idle = {"right": 0.5}, {"trainer": 0.125}
+    status = DriverStatus(step=3, steps=60, reward=0.75, reward_components=parts, eval_reward=0.25, idle_share=idle)
+    stats = structs.replace(STATS, staged=5, live=12, wanted=2, bytes=77)
+    value = metrics.registry.get_sample_value
+    for desired, shown in ((None, 4), (0, 0), (6, 6)):
+        show(metrics, status.model_copy(update={"desired_rollouts": desired}), stats=stats, members={"rollout": 4})
+        assert value("asyncflow_driver_desired_rollouts") == shown
+    assert value("asyncflow_driver_step") == 3
+    assert value("asyncflow_driver_target_step") == 60
+    assert value("asyncflow_driver_reward_mean") == 0.75
+    assert value("asyncflow_driver_reward_component_mean", {"component": "right"}) == 0.5
+    assert value("asyncflow_driver_eval_reward") == 0.25
+    rows = {"ready train/rollout": 8, "staged": 5, "live": 12, "wanted": 2}
+    assert {state: value("asyncflow_driver_queue_rows", {"state": state}) for state in rows} == rows
+    assert value("asyncflow_driver_queue_bytes") == 77
+    assert value("asyncflow_driver_idle_share_ratio", {"of": "trainer"}) == 0.125
+    assert value("asyncflow_driver_members", {"of": "rollout"}) == 4
+
+
+def test_each_step_is_counted_by_its_samples_its_tokens_and_their_staleness() -> None:
+    metrics = DriverMetrics()
+    line = {"samples": 4, "tokens": 100, "response_tokens": 40, "staleness_start_max": 3, "staleness_end_max": 1}
+    count_step(metrics, line | {"wall_s": 2.0})
+    count_step(metrics, line | {"wall_s": 0.5, "observation_tokens": 10})
+    value = metrics.registry.get_sample_value
+    kinds = {"prompt": 60 + 50, "response": 80, "observation": 10}
+    assert {kind: value("asyncflow_driver_tokens_trained_total", {"kind": kind}) for kind in kinds} == kinds
+    assert value("asyncflow_driver_samples_total", {"outcome": "trained"}) == 8
+    assert value("asyncflow_driver_step_seconds_sum") == 2.5
+    ages = {"oldest": 6, "newest": 2}
+    assert {token: value("asyncflow_driver_staleness_steps_sum", {"token": token}) for token in ages} == ages
+
+
+def test_the_depth_of_the_queue_is_what_the_trainer_may_take_and_what_rollouts_make(tmp_path: Path) -> None:
+    stats = structs.replace(
+        STATS,
+        ready={"train/train": 6, "train/rollout": 8, "eval/rollout": 1},
+        leased={"train/rollout": 4, "eval/rollout": 2, "train/train": 16},
+        staged=5,
+        bytes=77,
+        limit=100,
+    )
+    progress = RunProgress(tmp_path, steps=60, now=0.0)
+    status = build_status(progress, **NOTHING | {"stats": stats})  # type: ignore[arg-type]
+    assert status.queue == QueueDepth(ready=6, leased=6, staged=5, bytes=77, limit=100)
+    assert build_status(progress, **NOTHING).queue == QueueDepth()  # type: ignore[arg-type]
 
 
 def test_what_a_driver_leaves_of_its_status_is_never_cut_by_a_kubelet() -> None:
