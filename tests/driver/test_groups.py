@@ -367,6 +367,19 @@ async def test_what_is_held_is_renewed_at_once_and_what_has_lost_one_is_claimed_
     assert list(groups._held[2]) == [1]
 
 
+async def test_a_renewal_that_is_lost_leaves_time_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        raise TimeoutError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(TimeoutError):
+        await groups_of(Finished(reward=0.0), limit=2).renew()
+    assert pauses[0] < module.DRIVER_LEASE_S / 2
+
+
 async def _slot(queue: QueueClient, number: int) -> Slot:
     slot = await queue.slot(partition=TRAIN, attempt=0, step=1, slot=number, rank=0, tokens=1 << 20, timeout=10)
     assert slot is not None
@@ -480,7 +493,7 @@ def test_a_response_is_as_long_as_its_limit_counts_observations_too() -> None:
 def test_a_sample_whose_turns_have_no_rewards_has_its_own_for_the_last() -> None:
     class Turns(Finished):
         def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
-            told = {"reward": 1.0, TURN_REWARDS: "[0.25,0.75]", "turns": 2}, {"reward": 2.0, "turns": 2}
+            told = {"reward": 1.0, TURN_REWARDS: "[0.25,0.5,0.25]", "turns": 3}, {"reward": 2.0, "turns": 3}
             for rows, _ in zip(super()._rows(reward, varied, groups), range(1), strict=False):
                 for row, tags in zip(rows, told, strict=True):
                     row.meta.tags.update(tags)
@@ -492,8 +505,8 @@ def test_a_sample_whose_turns_have_no_rewards_has_its_own_for_the_last() -> None
     groups.decided = lambda _step, group: decided.append(group)
     with pytest.raises(TimeoutError):
         asyncio.run(groups.run())
-    assert [each.tolist() for each in decided[0].turns] == [[-0.5, -0.625], [0.5, 0.625]]
-    assert decided[0].cells.row(1).tolist() == [0.5, 0.625]
+    assert [each.tolist() for each in decided[0].turns] == [[-0.5, -0.625, -0.875], [0.5, 0.625, 0.875]]
+    assert decided[0].cells.row(1).tolist() == [0.5, 0.625, 0.875]
 
 
 def test_a_group_that_is_claimed_again_is_not_counted_again() -> None:

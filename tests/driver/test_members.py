@@ -3,14 +3,17 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncflow.api.names import HANDED_ON
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
+from asyncflow.errors import StaleHandle
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Member
+from asyncflow.rpc.membership import Beat, Beaten, Best, Directives, Member
 
 
 class Clock:
@@ -23,11 +26,13 @@ class Clock:
         return self.now
 
 
-def members(directory: Directory, folder: Path, *, started: float = 0.0) -> Members:
-    weights = SimpleNamespace(fence=lambda attempt: None, leave=lambda worker: None)
+def members(directory: Directory, folder: Path, *, started: float = 0.0, calls: list[Any] | None = None) -> Members:
+    """calls: takes the workers whose leases end, and the attempts that fence older ones."""
+    called = [] if calls is None else calls
+    weights = SimpleNamespace(catalogue=SimpleNamespace(fence=called.append))
 
     async def expire(*, worker: str, timeout: float) -> None:
-        return None
+        called.append(worker)
 
     queue = SimpleNamespace(expire=expire)
     return Members(
@@ -42,12 +47,12 @@ def members(directory: Directory, folder: Path, *, started: float = 0.0) -> Memb
     )
 
 
-def beat(directory: Directory, worker: str, **status: float) -> None:
+def beat(directory: Directory, worker: str, **status: Any) -> None:
     directory.heartbeat(Beat(incarnation=worker, revision=0, status=dict(status)))
 
 
-def join(directory: Directory, worker: str, *, index: int = 0) -> None:
-    directory.register(Member(role="rollout", index=index, incarnation=worker))
+def join(directory: Directory, worker: str, *, index: int = 0, role: str = "rollout", attempt: int = 0) -> None:
+    directory.register(Member(role=role, index=index, incarnation=worker, attempt=attempt))
 
 
 def test_a_member_is_known_to_have_lived_up_to_its_last_heartbeat(tmp_path: Path) -> None:
@@ -171,3 +176,76 @@ async def test_who_leaves_last_hears_of_the_end_once_all_others_are_gone(tmp_pat
     assert (await asyncio.wait_for(waiting, 10)).directives.stop
     directory.leave("unit", "left")
     await dismissing
+
+
+async def test_who_works_under_leases_and_is_gone_loses_them_at_once_until_the_end(tmp_path: Path) -> None:
+    directory, calls = Directory(), list[Any]()
+    there = members(directory, tmp_path, calls=calls)
+    for role in ("rollout", "task-judge", "reference", "trainer", "storage", "controller", "follower"):
+        join(directory, role, role=role)
+    calls.clear()
+    for role in ("rollout", "task-judge", "trainer", "storage", "controller", "follower"):
+        directory.leave(role, "killed")
+    await asyncio.sleep(0)
+    assert calls == ["rollout", "task-judge"]
+    dismissing = asyncio.create_task(there.dismiss(within_s=60.0))
+    await asyncio.sleep(0)
+    directory.leave("reference", "left")
+    await dismissing
+    assert calls == ["rollout", "task-judge"], "what is over is given to nobody again"
+
+
+async def test_a_newer_attempt_of_the_trainer_fences_the_weights_of_older_ones(tmp_path: Path) -> None:
+    directory, calls = Directory(), list[Any]()
+    there = members(directory, tmp_path, calls=calls)
+    for attempt in (0, 2):
+        join(directory, f"t{attempt}", role="trainer", attempt=attempt)
+    join(directory, "a")
+    assert (there.trainer_attempt, calls) == (2, [0, 2])
+
+
+async def test_what_is_wanted_of_a_member_is_said_in_every_answer_until_it_changes(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    join(directory, "a")
+    join(directory, "b", index=1)
+    join(directory, "t", role="trainer")
+
+    def beaten(worker: str) -> asyncio.Future[Beaten]:
+        """The heartbeat of a member that has heard all that there was to say."""
+        answer = directory.heartbeat(Beat(incarnation=worker, revision=0))
+        return answer if isinstance(answer, asyncio.Future) else beaten(worker)
+
+    def told(worker: str) -> Directives:
+        waiting = beaten(worker)
+        directory.answer_all()
+        return waiting.result().directives
+
+    for want in (lambda: there.drain("a"), there.ask_for_checkpoint, there.ask_for_checkpoint):
+        waiting = beaten("a")
+        want()
+        assert waiting.done(), "it is told at once"
+    there.judged, there.best = 7, Best(step=4, by="greedy", value=0.5)
+    everybody = Directives(checkpoint=2, judged=7, best=there.best)
+    assert [told(worker) for worker in "bt"] == [everybody] * 2
+    assert [told("a") for _ in range(2)] == [replace(everybody, drain=True)] * 2
+    for nobody in ("c", "t"):
+        with pytest.raises(StaleHandle, match=f"no rollout {nobody}"):
+            there.drain(nobody)
+
+
+async def test_what_the_first_rank_and_the_rollouts_say_of_their_work_is_known(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    assert (there.kept_best, there.exports, there.exported, there.sample_rates()) == (None, {}, False, {})
+    for index in (0, 1):
+        join(directory, f"t{index}", index=index, role="trainer")
+        join(directory, f"r{index}", index=index)
+    beat(directory, "t1", best={"step": 9, "by": "reward", "value": 9.0}, exports={"other": 9}, exported=True)
+    assert (there.kept_best, there.exports, there.exported) == (None, {}, False)
+    beat(directory, "t0", best={"step": 4, "by": "greedy", "value": 0.5}, exports={"best": 4}, exported=True)
+    assert (there.kept_best, there.exports) == (Best(step=4, by="greedy", value=0.5), {"best": 4})
+    assert there.exported
+    beat(directory, "r0", delivered=6, busy_s=3.0)
+    beat(directory, "r1", busy_s=0.0)
+    assert there.sample_rates() == {"r0": 2.0}

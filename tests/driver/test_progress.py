@@ -1,5 +1,6 @@
 """Progress is what the files of lines say, also after the driver was killed in the middle of a line."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,17 @@ def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
     assert again.eta_seconds() == pytest.approx(12.0)
 
 
-@pytest.mark.parametrize("bad", ["{", "[]", '{"step":3}', '{"event":"evaluation","at":1.0,"step":2}', '{"at":1}'])
+EVALUATED = {"event": "evaluation", "at": 1.0, "prompts": 8, "accuracy": 0.5, "greedy": None}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("{", "[]", '{"step":3}', '{"event":"evaluation","at":1.0,"step":2}', '{"at":1}'),
+        pytest.param(json.dumps(step_line(11)), id="a step that the run has not"),
+        pytest.param(json.dumps(EVALUATED | {"step": 11}), id="an evaluation of one"),
+    ],
+)
 def test_a_line_that_says_nothing_costs_its_figures_alone(tmp_path: Path, bad: str) -> None:
     progress = RunProgress(tmp_path, steps=10, now=100.0)
     for step in range(1, 5):
@@ -236,3 +247,17 @@ def test_a_step_that_only_the_ledger_knew_can_be_made_again(tmp_path: Path) -> N
     progress.evaluated(EvaluationResult(step=6, prompts=8, accuracy=0.5, greedy=None), at=1.0)
     assert progress.step(step_line(5, attempt=1))
     assert (progress.done, progress.evaluations) == (5, {})
+    first = RunProgress(tmp_path / "first", steps=10, now=0.0)
+    first.catch_up(1, attempt=0)
+    assert first.step(step_line(1, attempt=1))
+
+
+def test_lines_that_no_disk_took_are_written_when_it_does(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.write_text("in the place of the folder")
+    progress = RunProgress(folder, steps=10, now=100.0)
+    progress.step(step_line(1))
+    folder.unlink()
+    progress.write()
+    again = RunProgress(folder, steps=10, now=200.0)
+    assert (again.lines, again.started) == (progress.lines, 100.0)

@@ -96,6 +96,26 @@ def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
     assert made.failed == {"raised": 6}
 
 
+def test_an_evaluation_pauses_nothing_however_much_of_it_fails() -> None:
+    made = tally(needed=4)
+    for _ in range(9):
+        made.take(row("raised"))
+    assert not made.paused
+    assert made.outcomes() == {"scored": 0, "raised": 9}
+
+
+def test_a_step_that_was_trained_is_judged_anew_where_it_is_made_again() -> None:
+    made = tally(needed=4)
+    for outcome in ("", "", "", "", "", "", "raised", "raised"):
+        made.take(row(outcome), step=1)
+    made.forget(1)
+    for _ in range(2):
+        made.take(row("raised"), step=1)
+    assert not made.paused
+    made.take(row("raised"), step=1)
+    assert made.paused.startswith("the reward to be mended: 3 of 3 samples of step 1")
+
+
 def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:
     kept: list[Any] = []
     made = tally(kept=kept)

@@ -37,7 +37,7 @@ class Told:
 
 
 async def test_what_is_generated_trained_and_published_is_told(tmp_path: Path) -> None:
-    queue, clock, progress = Told(staged=3), iter([0.0, 2.0]), RunProgress(tmp_path, steps=10, now=0.0)
+    queue, clock, progress = Told(staged=3), iter([3.0, 5.0]), RunProgress(tmp_path, steps=10, now=0.0)
     progress.catch_up(3, attempt=1)
     told = {
         "trainer": [
