@@ -80,6 +80,9 @@ def test_quota_idle_takes_what_only_an_older_version_may_make():
     assert [w.id for w in instance.admit()] == ["old"]
     instance.parked("eval")
     assert instance.ask("train") == Ask(3, (5,), 3)
+    instance.release("old")
+    instance.know(staged=None, in_memory=[3], available=[3, 5])
+    assert instance.ask("train") == Ask(3, (5,), 4), "what it left can be had again"
 
 
 def test_quota_idle_loads_what_is_staged_and_goes_back_for_rows_that_need_an_older_version():
@@ -163,6 +166,33 @@ def test_sequence_visits_an_older_version_for_evaluation_only():
     assert instance.swap() == 6
     instance.loaded(Version(0, 6))
     assert [w.id for w in instance.admit()] == ["c"]
+
+
+def test_sequence_fetches_again_what_it_left_for_an_evaluation_and_no_longer_has():
+    instance = at(6, swap_at="sequence")
+    instance.know(staged=None, in_memory=[6], available=[5, 6])
+    begin(instance, work("e", 5, purpose="eval"))
+    assert instance.swap() == 5
+    instance.loaded(Version(0, 5))
+    instance.know(staged=None, in_memory=[5], available=[5])
+    assert [w.id for w in instance.admit()] == ["e"]
+    assert begin(instance, work("a", 4, newest=NEWEST)) == [], "θ5 is older than what it had"
+    instance.release("e")
+    assert instance.want([Version(0, 5), Version(0, 6)], required=[]) == 6
+
+
+def test_evaluation_takes_a_quarter_of_the_slots_from_training_and_none_beyond_them():
+    instance = at(2, swap_at="sequence", slots=8)
+    begin(instance, work("t", 2, newest=NEWEST))
+    rooms = []
+    for name in ("e", "f"):
+        instance.take([work(name, 2, purpose="eval")])
+        rooms.append(instance.ask("eval"))
+    assert rooms == [Ask(2, (), 1), None]
+    instance.release("e")
+    instance.release("f")
+    begin(instance, *(work(i, 2, newest=NEWEST) for i in range(7)))
+    assert instance.ask("eval") is None
 
 
 def test_token_carries_training_rows_over_to_a_newer_version():
@@ -291,6 +321,25 @@ def test_rows_that_are_fetched_hold_up_the_swap_and_a_drain_ends_all():
     assert instance.swap() is None
     assert instance.ask("train") is None
     assert instance.ask("eval") is None
+
+
+def test_a_drain_claims_and_begins_nothing_however_much_there_is():
+    instance = at(0)
+    instance.take([work("held", 0)])
+    instance.ready(["held"])
+    assert instance.ask("train") is not None
+    instance.drain()
+    assert (instance.ask("train"), instance.ask("eval"), instance.admit()) == (None, None, [])
+    assert instance.held == 1, "it is handed on"
+
+
+def test_it_evaluates_while_nothing_else_runs():
+    instance = at(0)
+    assert not instance.evaluating
+    begin(instance, work("t", 0), work("e", 0, purpose="eval"))
+    assert not instance.evaluating
+    instance.release("t")
+    assert instance.evaluating
 
 
 def test_it_wants_what_unfinished_steps_need_before_what_is_newest():

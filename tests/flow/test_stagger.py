@@ -43,10 +43,14 @@ def test_samples_that_lie_ready_bridge_the_gap() -> None:
 def test_all_have_had_their_permit_when_the_next_version_comes() -> None:
     nobody_to_spare = supply(*[1.0] * 8, need=100.0, version_s=4.0)
     assert len(asked(*[1] * 8).grant(nobody_to_spare, now=1.0)) == 2
+    assert len(asked(*[1] * 8, permit_s=2.0).grant(nobody_to_spare, now=1.0)) == 4
+    assert supply(1.0, version_s=0.0).least(1.0) == 1, "two publications at once say nothing"
 
 
 def test_one_at_a_time_while_it_is_unknown_how_long_a_permit_takes_or_what_training_needs() -> None:
-    assert asked(1, 1, permit_s=None).grant(supply(1, 1, need=0.0), now=1.0) == ["r0"]
+    for version_s in (None, 4.0):
+        unknown = asked(1, 1, permit_s=None)
+        assert unknown.grant(supply(1, 1, need=0.0, version_s=version_s), now=1.0) == ["r0"]
     assert asked(1, 1).grant(supply(1, 1, need=None, ready=99), now=1.0) == ["r0"]
 
 
@@ -91,6 +95,17 @@ def test_a_permit_that_does_not_end_is_not_waited_for() -> None:
     assert permits.grant(little, now=1.0) == ["r0"]
     assert permits.grant(little, now=50.0) == []
     assert permits.grant(little, now=62.0) == ["r1"]
+
+
+def test_it_may_take_three_times_as_long_as_the_last_ones_did() -> None:
+    permits, little = asked(1, 1, permit_s=100.0), supply(1, 1, need=2.0)
+    assert permits.grant(little, now=0.0) == ["r0"]
+    permits.end("r0", now=200.0)
+    permits.ask("r0", version=2, now=200.0)
+    assert permits.grant(little, now=200.0) == ["r1"]
+    mean_s = 100.0 + 0.3 * (200.0 - 100.0)
+    assert permits.grant(little, now=200.0 + 3 * mean_s - 1) == []
+    assert permits.grant(little, now=200.0 + 3 * mean_s + 1) == ["r0"]
 
 
 @given(
@@ -248,7 +263,8 @@ def test_a_fleet_is_never_out_as_a_whole_however_long_permits_are_held(events, s
 
 
 def test_of_a_fleet_a_quarter_changes_at_once_unless_it_is_said_otherwise() -> None:
-    assert asked(*[1] * 8).grant(FollowerFleet(size=8), now=1.0) == ["r0", "r1"]
+    for size, out in ((2, 1), (4, 1), (5, 2), (8, 2)):
+        assert asked(*[1] * size).grant(FollowerFleet(size=size), now=1.0) == [f"r{index}" for index in range(out)]
     assert asked(*[1] * 8).grant(FollowerFleet(size=8, stagger=5), now=1.0) == [f"r{index}" for index in range(5)]
     assert asked(1, 1, 1).grant(FollowerFleet(size=3, stagger=9), now=1.0) == ["r0", "r1"]
     assert asked(1).grant(FollowerFleet(size=1, stagger=9), now=1.0) == ["r0"]
