@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
+from asyncflow.data.put import PutPrompts, PutSource
 from asyncflow.driver.dispatch import Dispatcher, PromptColumns, restore
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
@@ -31,11 +33,14 @@ class Puts:
     def __init__(self) -> None:
         self.groups: list[tuple[int, int, int]] = []
         self.skipped: dict[int, list[int]] = {}
+        self._opened: set[int] = set()
 
-    async def open_step(self, **_: object) -> None:
-        """Every step may be opened."""
+    async def open_step(self, *, step: int, groups: int, **_: object) -> None:
+        assert groups == PER_STEP
+        self._opened.add(step)
 
     async def put(self, *_: object, samples: Samples, group_size: int, **__: object) -> None:
+        assert samples.step in self._opened
         tokens = samples.tokens[::group_size]
         self.skipped[samples.serials[0]] = samples.skipped
         assert samples.tokens == [count for count in tokens for _ in range(group_size)]
@@ -122,8 +127,11 @@ FITTING = [serial for serial in range(60) if LONG[serial % len(LONG)] <= LIMIT]
 
 def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> None:
     puts = Puts()
-    made = dispatcher(puts, LONG)
+    made, counted = dispatcher(puts, LONG), list[int]()
+    made.on_skip = counted.append
     run(made)
+    told = [serial for left_out in puts.skipped.values() for serial in left_out]
+    assert len(told) == len(set(told)) == sum(counted) == made.skipped
     assert list(puts.steps) == FITTING[: PER_STEP * STEPS]
     assert list(puts.steps.values()) == [1] * 4 + [2] * 4 + [3] * 4
     assert made.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
@@ -163,6 +171,45 @@ def test_it_is_refused_where_the_manifest_says_so() -> None:
 def test_data_in_which_nothing_fits_end_the_job() -> None:
     with pytest.raises(ManifestError, match="prompts in a row"):
         asyncio.run(dispatcher(Puts(), [17]).run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "flow", "there", "waits"),
+    [
+        ([], None, None, ["version"]),
+        (["schedule={mode: sync}"], InFlight(published=0, dispatched=PER_STEP, running=0), None, ["version"]),
+        ([], InFlight(published=0, dispatched=2 * PER_STEP, running=0), None, ["admission"]),
+        ([], InFlight(published=STEPS, dispatched=0, running=0), 2, ["calls", "calls"]),
+        ([], InFlight(published=STEPS, dispatched=0, running=0), None, ["calls", "dispatched"]),
+    ],
+)
+def test_a_driver_that_puts_nothing_says_what_it_waits_for(
+    settings: list[str], flow: InFlight | None, there: int | None, waits: list[str]
+) -> None:
+    said: list[str] = []
+    made = dispatcher(Puts(), [3], *settings)
+    made.flow = lambda: flow
+    made.prompts.prompter.source.there = there  # type: ignore[misc]
+    made.spans = SimpleNamespace(enter=lambda _, waits: said.append(waits), beside=lambda *_, **__: nullcontext())  # type: ignore[assignment]
+    run(made)
+    assert said == waits
+    assert made.lacks_prompts == (there is not None)
+
+
+def test_prompts_that_are_put_are_checked_before_any_of_them_is_taken(tmp_path: Path) -> None:
+    skips, refuses = (dispatcher(Puts(), [3], f"data.overlong={how}").prompts for how in ("skip", "refuse"))
+    some = [Prompt(question="q" * length) for length in (3, LIMIT + 1, 5)]
+    with pytest.raises(Refused, match="the driver makes the prompts of this job"):
+        skips.take(PutPrompts(prompts=some))
+    for columns in (skips, refuses):
+        columns.prompter.source = source = PutSource()
+        source.keep(tmp_path / f"{columns.skips}.jsonl")
+        assert columns.take(PutPrompts(prompts=some[:1])) == 1
+        assert columns.take(PutPrompts(first=1, prompts=some[2:], check=True)) == 1, "nothing is put"
+    with pytest.raises(ManifestError, match="prompt 2 has 17 tokens"):
+        refuses.take(PutPrompts(first=1, prompts=[some[2], some[1]]))
+    assert source.there == 1
+    assert skips.take(PutPrompts(first=1, prompts=some[1:])) == 3, "one that is too long keeps its serial"
 
 
 def test_a_group_that_is_early_goes_to_the_lowest_step_that_waits_and_may_have_it() -> None:
