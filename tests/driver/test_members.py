@@ -1,6 +1,7 @@
 """What members told is known up to their last heartbeat, and is known to the next driver."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from asyncflow.api.names import HANDED_ON
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.errors import StaleHandle
+from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Beat, Beaten, Best, Directives, Member
 
@@ -66,6 +67,10 @@ def test_a_member_is_known_to_have_lived_up_to_its_last_heartbeat(tmp_path: Path
     seen.observe(6.0)
     assert seen.lives.idle_shares(6.0) == {"rollout": pytest.approx(0.75)}
     assert seen.lives.tokens_generated == 7
+    known = seen.lives.dump()["a"]
+    assert (known["started"], known["seen"]) == (0.0, 4.0)
+    (there,) = seen.present()
+    assert (there.silent_s, there.age_s) == (2.0, 6.0)
 
 
 async def test_figures_survive_the_driver_and_those_who_died_before_it(tmp_path: Path) -> None:
@@ -249,3 +254,18 @@ async def test_what_the_first_rank_and_the_rollouts_say_of_their_work_is_known(t
     beat(directory, "r0", delivered=6, busy_s=3.0)
     beat(directory, "r1", busy_s=0.0)
     assert there.sample_rates() == {"r0": 2.0}
+    assert [rollout.id for rollout in there.rollouts(newest=None, lag=1)] == ["r0", "r1"]
+
+
+async def test_gathering_ends_when_all_are_there_or_says_who_is_missing(tmp_path: Path) -> None:
+    directory, waiting = Directory(), ["b", "a"]
+    there = members(directory, tmp_path)
+
+    async def changed() -> None:
+        join(directory, waiting[-1], index=len(waiting))
+        waiting.pop()
+
+    await there.gather(Counter(rollout=2), changed=changed, within_s=60.0)
+    assert waiting == []
+    with pytest.raises(DeadlineExceeded, match=r"rollout, trainer did not join within 0 s"):
+        await there.gather(Counter(rollout=2, trainer=1), changed=lambda: asyncio.sleep(0.001), within_s=0.0)

@@ -19,12 +19,13 @@ from asyncflow.api.status import (
     Staleness,
 )
 from asyncflow.api.versions import VersionsState
+from asyncflow.driver.evaluation import EvaluationResult, SetResult
 from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress, line_of
 from asyncflow.driver.status import build_status, count_step, last_words, show, waiting_for
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.rpc.membership import Member
+from asyncflow.rpc.membership import Best, Member
 from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.training.report import StepTally, describe
 
@@ -221,6 +222,30 @@ def test_each_step_is_counted_by_its_samples_its_tokens_and_their_staleness() ->
     assert value("asyncflow_driver_step_seconds_sum") == 2.5
     ages = {"oldest": 6, "newest": 2}
     assert {token: value("asyncflow_driver_staleness_steps_sum", {"token": token}) for token in ages} == ages
+
+
+def test_a_status_says_how_the_newest_step_and_evaluation_were_by_the_clock_of_those_who_read_it(
+    tmp_path: Path,
+) -> None:
+    progress = RunProgress(tmp_path, steps=60, now=0.0)
+    nothing = build_status(progress, **NOTHING)  # type: ignore[arg-type]
+    assert (nothing.reward, nothing.eval, nothing.last_step_at, nothing.version) == (None, None, None, 0)
+    assert (nothing.staleness, nothing.checkpoint, nothing.best) == (Staleness(), None, None)
+    stale = {"staleness_start_max": 3, "staleness_end_max": 2, "staleness_token_mean": 2.5}
+    for step, reward in ((1, 0.25), (2, 0.75)):
+        progress.step({**line_of(REPORT, at=10.0 * step), "step": step, "reward": reward, **stale})
+        named = {"hard": SetResult(prompts=1, accuracy=step / 8, greedy=None, pass_at={"2": step / 4})}
+        figures = {"greedy": step / 4, "reward": -reward, "pass_at": {"4": step / 2}, "sets": named}
+        progress.evaluated(EvaluationResult(step=step, prompts=8, accuracy=step / 4, **figures), at=1.0)
+    known = {"newest": 2, "checkpoint": (1, 12.0), "best": Best(step=1, by="reward", value=-0.25), "clock_ahead_s": 3.0}
+    status = build_status(progress, **NOTHING | known)  # type: ignore[arg-type]
+    assert (status.step, status.steps, status.reward, status.version) == (2, 60, 0.75, 2)
+    assert (status.eval, status.eval_greedy, status.eval_reward, status.eval_pass_at) == (0.5, 0.5, -0.75, {"4": 1.0})
+    assert status.eval_sets == {"hard": SetState(accuracy=0.25, pass_at={"2": 0.5})}
+    assert status.staleness == Staleness(start=3, end=2, mean=2.5)
+    assert status.last_step_at == "1970-01-01T00:00:23Z"
+    assert status.checkpoint == CheckpointState(step=1, at="1970-01-01T00:00:15Z")
+    assert status.best == BestState(step=1, by="reward", value=-0.25)
 
 
 def test_the_depth_of_the_queue_is_what_the_trainer_may_take_and_what_rollouts_make(tmp_path: Path) -> None:
