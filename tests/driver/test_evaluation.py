@@ -96,6 +96,11 @@ class Bench:
     async def answer(self, rows: list[LeasedRow], *, right: bool | float, **tags: str) -> list[bool]:
         return await answer_all(self.queue, rows, [{"reward": float(right), **tags}] * len(rows))
 
+    async def counted(self, rows: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.kept) < rows:
+                await asyncio.sleep(0.01)
+
     async def recorded(self, count: int) -> list[EvaluationResult]:
         async with asyncio.timeout(10):
             while len(self.results) < count:
@@ -127,6 +132,7 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         greedy = [row for row in rows if row.meta.tags["temperature"] == 0.0]
         others = [row for row in rows if row not in greedy]
         assert len(greedy) == len(others) == 3
+        assert {row.meta.tags["temperature"] for row in others} == {1.0}, "that of training, unless said otherwise"
         assert all(await at.answer(greedy, right=True))
         assert all(await at.answer(others, right=False))
         assert await at.recorded(1) == [
@@ -153,10 +159,13 @@ async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) 
         at.due(2)
         old = await at.claim(6)
         assert all(await at.answer(old[:5], right=True))
+        await at.counted(5)
         at.begin_anew()
-        new = await at.claim(6)
+        new = sorted(await at.claim(6), key=lambda row: row.meta.key != old[5].meta.key)
         assert await at.answer(old[5:], right=True) == [False]
-        assert all(await at.answer(new, right=False))
+        assert all(await at.answer(new[:1], right=False))
+        await at.counted(6)
+        assert all(await at.answer(new[1:], right=False))
         assert await at.recorded(1) == [
             EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=0.0, reward=0.0, greedy_reward=0.0)
         ]
@@ -241,10 +250,13 @@ async def test_sets_are_evaluated_together_and_have_results_of_their_own(tmp_pat
     lines = [{"prompt": f"{n}?", "answer": str(n)} for n in range(2)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sets = f"data.evalSets=[{{name: sums, source: 'jsonl://{tmp_path}/sums.jsonl', size: 2}}]"
-    async with bench(tmp_path, "evaluation={samples: 4, passAt: [1, 2, 4], passReward: 0.5}", sets) as at:
+    async with bench(
+        tmp_path, "evaluation={samples: 4, passAt: [1, 2, 4], passReward: 0.5, temperature: 0.3}", sets
+    ) as at:
         at.due(2)
         rows = await at.claim(25)
         assert {row.meta.serial for row in rows} == set(range(5, 10)), "the second evaluation of five prompts"
+        assert {row.meta.tags["temperature"] for row in rows} == {0.0, 0.3}
         for row in rows:
             prompt, sample = row.meta.serial - 5, row.meta.sample
             reward = 0.5 if (prompt, sample) in [(0, 0), (1, 1), (1, 2), (3, 0), (4, 4)] else 0.25

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from scoring_one import one
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.data.base import Message
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.components import WeightedRewards
-from asyncflow.rewards.wire import MOST_DETAILS, Example, RewardResult
+from asyncflow.rewards.components import Component, WeightedRewards
+from asyncflow.rewards.wire import MOST_DETAILS, Example, RewardResult, Score
 
 FUNCTIONS = """
     def right(*, response, answer):
@@ -103,6 +104,50 @@ async def test_bounds_are_those_of_the_sum(workdir: Path) -> None:
     assert (over.failure, over.detail) == ("out_of_range", "2.25 is outside of reward.min -1e+06 and reward.max 2")
     assert over.components["right"] == 1.0
     assert fine.failure == ""
+
+
+class Says:
+    """A pool whose process says these scores."""
+
+    takes = "sample"
+
+    def __init__(self, *scores: Score) -> None:
+        self._scores = scores
+
+    async def score(self, examples: Sequence[Example]) -> Sequence[Score]:
+        assert len(examples) == len(self._scores)
+        return self._scores
+
+
+async def weighed(*scores: Score, transcript: Sequence[Message] = ()) -> list[RewardResult]:
+    rewards = WeightedRewards([Component("", 2.0, Says(*scores))], low=-1.0, high=3.0)  # type: ignore[arg-type]
+    return await rewards.score([Example(prompt="p", response="r", transcript=[*transcript])] * len(scores))
+
+
+async def test_a_sum_may_be_as_low_and_as_high_as_its_bounds() -> None:
+    values = (-0.5, 1.5, -0.51, 1.51)
+    found = await weighed(*(Score(value=value) for value in values))
+    assert [(each.value, each.failure) for each in found] == [
+        (-1.0, ""),
+        (3.0, ""),
+        (0.0, "out_of_range"),
+        (0.0, "out_of_range"),
+    ]
+
+
+async def test_rewards_of_turns_that_do_not_add_up_to_the_samples_are_none() -> None:
+    said = [Message("assistant", "a"), Message("environment", "b"), Message("assistant", "c")]
+    scores = [Score(value=0.75, turns=[0.5, last]) for last in (0.25, 0.5)]
+    right, wrong = await weighed(*scores, transcript=said)
+    assert (right.failure, right.turns) == ("", [1.0, 0.5])
+    assert (wrong.failure, wrong.turns) == ("invalid", [])
+
+
+def test_of_a_long_traceback_the_end_travels_with_the_sample() -> None:
+    failed = RewardResult(value=0.0, failure="raised", detail="Traceback\n" + "  File\n" * 1000 + "KeyError: 'x'")
+    told = str(failed.tags["detail"])
+    assert told.endswith("KeyError: 'x'")
+    assert len(told) < 2000
 
 
 async def test_details_of_all_components_together_are_bounded(workdir: Path) -> None:

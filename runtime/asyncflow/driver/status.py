@@ -242,8 +242,8 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
     metrics.queue_bytes.set(stats.bytes)
     for role, share in status.idle_share.items():
         metrics.idle_share.labels(role).set(share)
-    undecided = status.desired_rollouts is None
-    metrics.desired_rollouts.set(members.get("rollout", 0) if undecided else status.desired_rollouts or 0)
+    desired = status.desired_rollouts
+    metrics.desired_rollouts.set(members.get("rollout", 0) if desired is None else desired)
     for role, count in members.items():
         metrics.members.labels(role).set(count)
 
