@@ -62,7 +62,14 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
             ["algorithm.name=reinforce-plus-plus", "algorithm.advantage=dr-grpo"],
             "reinforce-plus-plus does not use it",
         ),
+        ("dpo", ["algorithm.old=recompute", "schedule={mode: sync}"], "dpo has no old policy"),
+        (
+            "quickstart",
+            ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1", "algorithm.options={baseline: group}"],
+            "a sample alone is its own baseline",
+        ),
         ("quickstart", [BY_TURN], "without an environment a sample has one turn"),
+        ("tools", [BY_TURN, "trainer.external=true"], "a trainer of one's own is handed one advantage a sample"),
         ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "of the rewards of whole samples"),
         ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "of the rewards of whole samples"),
         ("tools", [BY_TURN, "reward.shuffle=true"], "permuted by the sample"),
@@ -77,6 +84,31 @@ def test_an_algorithm_refuses_what_would_make_it_another(example: str, overrides
     spec = load_job(EXAMPLES / f"{example}.yaml", overrides).spec
     with pytest.raises(ManifestError, match=said):
         algorithm_of(spec)
+
+
+def test_an_algorithm_of_ones_own_says_how_many_samples_it_compares() -> None:
+    class Medians(Grpo):
+        fewest = 5
+
+    refused, fine = (load_job(EXAMPLES / "quickstart.yaml", [f"algorithm.groupSize={size}"]).spec for size in (4, 5))
+    (problem,) = Medians().problems(refused)
+    assert problem.reason == "grpo compares a sample with the others of its group, and needs 5"
+    assert list(Medians().problems(fine)) == []
+
+
+@pytest.mark.parametrize(
+    ("example", "overrides"),
+    [
+        ("ppo", ["critic={learningRate: 1e-4}"]),
+        ("dapo", ["algorithm.options={overlong_buffer: 8}"]),
+        ("dpo", ["trainer.backend.tokensPerMicroBatch=48"]),
+        ("quickstart", ["algorithm.name=pf-ppo", "algorithm.options={keep: 8}"]),
+        ("quickstart", ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1"]),
+    ],
+)
+def test_what_is_just_possible_is_not_refused(example: str, overrides: list[str]) -> None:
+    spec = load_job(EXAMPLES / f"{example}.yaml", overrides).spec
+    assert algorithm_of(spec).longest == spec.sampling.max_tokens
 
 
 def test_recipes_without_dynamic_sampling_say_so() -> None:
@@ -102,6 +134,8 @@ def test_a_response_that_was_cut_off_is_compared_and_left_out() -> None:
     group = group_of(1, 1, 0, 0, lengths=(3, 8, 10, 5), cut=(2,))
     assert dapo.shaped(group).tolist() == [1, 0.5, -1, 0]
     assert dapo.excluded(group) == {2: FILTERED_OVERLONG}
+    usual = Dapo(longest=10)
+    assert (usual.shaped(group).tolist(), usual.excluded(group)) == ([1, 1, 0, 0], {})
 
 
 @pytest.mark.parametrize("keep", [2, 4, 6])
