@@ -73,6 +73,15 @@ def test_a_full_disk_adds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert questions(source(tmp_path / "prompts.jsonl")) == ALL[:3]
 
 
+def test_a_file_that_is_new_keeps_its_name_when_the_power_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("asyncflow.durable.sync", synced.append)
+    found = source(tmp_path / "prompts.jsonl")
+    for serial in range(2):
+        found.put(ALL[serial : serial + 1], first=serial)
+    assert synced == [tmp_path]
+
+
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1"}\n{"answer": 2}\n')
     with pytest.raises(ManifestError, match="line 2 is no prompt"):

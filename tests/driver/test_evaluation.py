@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -138,6 +139,7 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         assert await at.recorded(1) == [
             EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0, reward=0.0, greedy_reward=1.0)
         ]
+        assert (await at.queue.stats(timeout=10)).live == 0, "what was counted is dropped"
         assert sorted((row.place, row.row.meta.sample) for row in at.kept) == [(i, j) for i in range(3) for j in (0, 1)]
 
 
@@ -234,7 +236,7 @@ async def test_the_mean_reward_is_kept_beside_the_share_that_is_right(tmp_path: 
 async def test_held_out_prompts_that_are_too_long_are_left_out_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = [{"prompt": "q" * length, "answer": ""} for length in (5, 17, 16, 18)]
+    lines = [{"prompt": "q" * length, "answer": ""} for length in (17, 5, 16, 18)]
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
     async with bench(tmp_path, f"data.eval.source=jsonl://{tmp_path / 'eval.jsonl'}", size=4) as at:
         at.due(2)
@@ -242,6 +244,9 @@ async def test_held_out_prompts_that_are_too_long_are_left_out_in_one_line(
         assert all(await at.answer(rows, right=True))
         (result,) = await at.recorded(1)
         assert (result.prompts, result.accuracy) == (2, 1)
+        refusing = {name: replace(columns, skips=False) for name, columns in at.evaluation.sets.items()}
+        with pytest.raises(ManifestError, match="held-out prompt 0 has 17 tokens, more than 16"):
+            await replace(at.of_the_first_round(), sets=refusing).put_due()
     (said,) = (words for words in caplog.messages if "left out" in words)
     assert said.startswith("2 of 4 prompts are left out of all evaluations, the first: ")
 
