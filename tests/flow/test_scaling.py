@@ -38,6 +38,7 @@ def signals(**changes: float) -> Signals:
         ({"busy_share": 0.75}, 3),
         ({"busy_share": 0.2}, 2),
         ({"busy_share": 0.0}, 2),
+        ({"busy_share": 0.0, "rollouts": 12, "ready": 12}, 6),
         ({"busy_share": 1.0, "ready": 2}, 2),
         ({"queued_steps": 2.5}, 3),
         ({"queued_steps": 1.5, "lag": 2.0}, 3),
@@ -110,6 +111,29 @@ def test_what_was_too_few_is_not_tried_again_for_as_many_tokens() -> None:
     assert rests == (3, SignalWindow(3, 20, shortage=window.shortage))
     less = replace(free, tokens_per_second=230.0)
     assert HASTY.follow(less, window=SignalWindow(3, 20, shortage=window.shortage), now=0.0)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "rollouts", "made", "wanted"),
+    [
+        (320.0, 8, 479.0, 4),
+        (320.0, 8, 480.0, 15),
+        (9000.0, 8, 499.0, 4),
+        (9000.0, 8, 500.0, 15),
+        (320.0, 6, 479.0, 11),
+    ],
+)
+def test_those_that_make_less_than_a_quarter_of_what_was_hoped_for_are_given_back(
+    missing: float, rollouts: int, made: float, wanted: int
+) -> None:
+    """Four made 400 tokens a second, so that eight could make 400 more; six are not those that were tried."""
+    waits = signals(rollouts=rollouts, ready=rollouts, wait_share=0.5, tokens_per_second=made)
+    assert HASTY.wanted(waits, shortage=replace(FOUR_WERE_TOO_FEW, missing=missing)) == wanted
+
+
+def test_who_makes_nothing_is_drained_without_waiting_for_what_it_could_make() -> None:
+    nothing = signals(busy_share=0.0, tokens_per_second=0.0, handed_tokens=1000.0, start_s=30.0)
+    assert HASTY.follow(nothing, window=SignalWindow(4, 17), now=0.0)[0] == 2
 
 
 def test_what_a_drain_costs_is_saved_before_it_is_paid() -> None:

@@ -213,7 +213,7 @@ class Elasticity:
             judged = rollouts == shortage.tried and shortage.was_in_vain(signals.tokens_per_second)
             if shortage.still(signals) if shortage.in_vain else judged:
                 return max(shortage.rollouts, math.ceil(rollouts / 2))
-        twice = max(rollouts + 1, 2 * max(rollouts, 1))
+        twice = 2 * max(rollouts, 1)
         return min(twice, self.balanced(signals)) if signals.tokens_per_second > 0 else twice
 
     def _occupied(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
