@@ -163,7 +163,7 @@ def test_a_group_that_is_too_heavy_for_a_slot_is_cut_and_no_slot_is_above_the_bu
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_was_dealt_ahead_and_then_lost_is_given_when_it_was_made_again(make_queue, whole):
+def test_what_was_dealt_early_and_then_lost_is_given_when_it_was_made_again(make_queue, whole):
     spec = TaskSpec(partition=P, name="train", needs=["prompt"], kind="gang", order="fifo", groups=whole)
     queue = make_queue([spec])
     training = queue.table.training

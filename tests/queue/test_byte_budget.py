@@ -70,7 +70,7 @@ sizes = st.integers(0, 40)
 
 
 @given(st.lists(st.tuples(sizes, st.lists(sizes, max_size=3), st.booleans()), max_size=12), st.randoms())
-def test_promised_writes_never_wait_whatever_else_does(rows, random):
+def test_reserved_writes_never_wait_whatever_else_does(rows, random):
     """Rows come as they find room, write in any order what they were promised or less, some twice, and go."""
 
     async def live(budget, size, outputs, repeats):

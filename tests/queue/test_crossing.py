@@ -35,7 +35,7 @@ class Crossed:
             self.files.add(frame.f_code.co_filename)
 
     @property
-    def ours(self):
+    def own_files(self):
         return sorted(str(Path(file).relative_to(ROOT)) for file in self.files if file.startswith(f"{ROOT}/"))
 
 
@@ -65,6 +65,6 @@ def test_a_claim_crosses_few_files(crossed, tmp_path):
         assert len(claimed.rows) == 4
     finally:
         queue.close()
-    files = crossed.ours
+    files = crossed.own_files
     assert {"queue/blocking.py", "queue/ledger/log.py"} <= set(files)
     assert len(files) <= MOST, "a claim crosses {} files:\n{}".format(len(files), "\n".join(files))

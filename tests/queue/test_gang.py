@@ -153,7 +153,7 @@ def test_a_trainer_that_crashed_after_its_checkpoint_commits_by_beginning(queue)
     assert queue.counts == {RowState.TRAINED: 2}
 
 
-def test_resuming_an_older_checkpoint_makes_later_samples_again(queue):
+def test_resuming_an_older_checkpoint_makes_the_samples_after_it_again(queue):
     training = queue.table.training
     training.begin(P, 0, 0, 1)
     for step in (1, 2):

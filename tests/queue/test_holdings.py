@@ -1,4 +1,4 @@
-"""What a unit holds, against a model: rows, verdicts, promises and bytes."""
+"""Tests of what a unit holds, against a model: rows, results, reservations and bytes."""
 
 import asyncio
 
@@ -72,7 +72,7 @@ class Unit:
 
 
 class Model:
-    """What each row should be, one by one: its columns as (length, value) and the lease that wrote them."""
+    """The rows as they should be, one by one: columns as (length, value) with the lease that wrote them."""
 
     def __init__(self):
         self.whole = {}
@@ -110,7 +110,7 @@ class Model:
         return sum(8 * length for shelf in shelves for (length, _), _ in shelf.values())
 
     @property
-    def promised(self):
+    def reserved(self):
         return sum(size for whole in self.whole.values() for name, size in OUTPUTS.items() if name not in whole)
 
 
@@ -133,7 +133,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
         unit, model = Unit(), Model()
         known = [FAR, FAR + 1, FAR + 2, FAR + 4]
 
-        def verdicts(rows):
+        def results(rows):
             return data.draw(
                 st.one_of(st.just([True] * len(rows)), st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
             )
@@ -142,7 +142,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
             action = data.draw(st.sampled_from(["create", "move", "write", "write", "write", "clear"]))
             if action == "create":
                 lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
-                ok = verdicts(lengths)
+                ok = results(lengths)
                 for row, length, admitted in zip(await unit.create(lengths, ok=ok), lengths, ok, strict=True):
                     known.append(row)
                     if admitted:
@@ -150,7 +150,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                         model.hold(row, whole={"a": (length, row)}, partial={}, tokens=row, tags=tags)
             elif action == "move":
                 rows = data.draw(some_of(known[:4], unique=True))
-                lengths, ok = [row % 3 for row in rows], verdicts(rows)
+                lengths, ok = [row % 3 for row in rows], results(rows)
                 await unit.move(rows, lengths, ok=ok)
                 for row, length, admitted in zip(rows, lengths, ok, strict=True):
                     if admitted and row not in model.whole:
@@ -158,7 +158,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                         model.hold(row, whole={"a": cell}, partial={"b": cell}, tokens=2 * row, tags={"moved": row})
             elif action == "write":
                 rows = data.draw(some_of(sorted(known)))
-                cells, ok = data.draw(cell_lists), verdicts(rows)
+                cells, ok = data.draw(cell_lists), results(rows)
                 lease = data.draw(st.sampled_from("123"))
                 outcome = data.draw(st.sampled_from(["complete", "complete", "return", "keep"]))
                 tags = data.draw(st.sampled_from([[], [{"n": number} for number, _ in enumerate(rows)]]))
@@ -173,7 +173,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                 for row in rows:
                     model.clear(row)
             await freed()
-            assert (unit.budget.used, unit.budget.promised) == (model.used, model.promised)
+            assert (unit.budget.used, unit.budget.promised) == (model.used, model.reserved)
             assert {h.row for h in unit.holdings.held(unit.holdings.rows)} == model.whole.keys()
             for held in unit.holdings.held(unit.holdings.rows):
                 assert held.columns == {n: 8 * c[0] for n, (c, _) in model.whole[held.row].items()}
@@ -205,7 +205,7 @@ async def test_a_row_that_one_write_names_twice_keeps_one_cell_and_the_other_is_
     assert (unit.budget.used, unit.backend._blobs) == (0, {})
 
 
-async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdict():
+async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_result():
     unit = Unit()
     rows = await unit.create([1, 1])
     put = await unit.store(rows[:1], {"b": [(2, 7)]})
@@ -233,7 +233,7 @@ async def test_rows_on_their_way_are_elsewhere_until_they_have_come():
         moving.check([FAR], write=True)
 
 
-async def test_whoever_put_and_has_gone_takes_the_verdict_from_nobody_else():
+async def test_whoever_put_and_has_gone_takes_the_result_from_nobody_else():
     unit = Unit()
     rows = await unit.create([1])
     put = await unit.store(rows, {"b": [(2, 7)]})

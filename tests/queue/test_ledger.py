@@ -54,7 +54,7 @@ def history(queue):
     return queue.events()
 
 
-def fold(events):
+def applied(events):
     state = QueueState()
     for event in events:
         state.apply(event)
@@ -83,7 +83,8 @@ def test_what_is_read_back_is_the_state_that_was_left(queue):
     events = queue.events()
     for number in range(len(events)):
         assert (
-            fold(msgspec.msgpack.decode(pack(event)[12:], type=Event) for event in events[: number + 1]) == live[number]
+            applied(msgspec.msgpack.decode(pack(event)[12:], type=Event) for event in events[: number + 1])
+            == live[number]
         )
 
 
@@ -155,7 +156,7 @@ async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
     assert int(newest(tmp_path).stem) > 1
     assert len(list(tmp_path.glob("*.wal"))) == 1
     assert not list(tmp_path.glob("*.draft"))
-    assert fold(read_ledger(tmp_path)) == fold(events)
+    assert applied(read_ledger(tmp_path)) == applied(events)
 
 
 async def test_calls_that_come_together_share_a_sync(tmp_path):

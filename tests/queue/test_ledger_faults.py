@@ -44,7 +44,7 @@ class Disk:
 
     def _watching(self, name, real):
         def do(*args, **options):
-            if not self._ours(args[0]):
+            if not self._is_ledger_file(args[0]):
                 return real(*args, **options)
             number, self.done = self.done, self.done + 1
             if self.dead or (number == self.at and self.crash):
@@ -59,7 +59,7 @@ class Disk:
 
         return do
 
-    def _ours(self, file):
+    def _is_ledger_file(self, file):
         path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
         return path.startswith(str(self.folder)) and not path.endswith("lock")
 

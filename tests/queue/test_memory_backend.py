@@ -59,7 +59,7 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
     asyncio.run(run())
 
 
-async def test_rows_that_lie_in_one_piece_are_given_as_they_lie_also_after_others_have_gone():
+async def test_rows_that_lie_in_one_extent_are_given_as_they_lie_also_after_others_have_gone():
     backend = MemoryBackend()
     column = Jagged.from_rows([np.arange(100) for _ in range(10)], "int64")
     await backend.put(7, {"a": column})

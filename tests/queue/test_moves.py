@@ -33,11 +33,11 @@ class Unit:
     """One incarnation of a unit. values: of each put; orders: rows to free; sent: what it has sent, and to whom."""
 
     def __init__(self, index, epoch):
-        self.index, self.epoch, self.home = index, epoch, location_at(epoch, index)
+        self.index, self.epoch, self.location = index, epoch, location_at(epoch, index)
         self.budget = ByteBudget(1 << 20, where="test")
         self.holdings = Holdings(backend=MemoryBackend(), budget=self.budget, where="test", lost=lambda _: None)
-        self.moving = MovingRows(self.holdings, location=lambda: self.home, where="test")
-        self.values, self.orders, self.sent, self.leg, self.counter = {}, [], [], None, 0
+        self.moving = MovingRows(self.holdings, location=lambda: self.location, where="test")
+        self.values, self.orders, self.sent, self.move_order, self.counter = {}, [], [], None, 0
         self.synced = True
 
     def fresh(self, count):
@@ -97,7 +97,7 @@ class Movement(RuleBasedStateMachine):
         state.outbox.clear()
         for row in state.to_free:
             for unit in self.units.values():
-                if unit.home == row.location:
+                if unit.location == row.location:
                     unit.orders.append(row.row)
         state.to_free.clear()
 
@@ -169,7 +169,7 @@ class Movement(RuleBasedStateMachine):
     def admit(self, unit, put):
         entry, rows, values = put.entry, put.rows, unit.values[put]
         if isinstance(entry, MovedRows):
-            ok = self.table.move_in(unit.home, entry)
+            ok = self.table.move_in(unit.location, entry)
         elif isinstance(entry, NewRows):
             ok, _ = admit_put(self.table.state, entry)
             self.truth |= {
@@ -211,10 +211,10 @@ class Movement(RuleBasedStateMachine):
     def ask(self, data, sends, tells):
         unit = self.one(data, self.leaving)
         self.runner.run(self.asked(unit))
-        if sends and unit.leg.rows:
+        if sends and unit.move_order.rows:
             self.send(unit)
-            if tells and self.units[unit.leg.unit].synced:
-                self.runner.run(self.told(self.units[unit.leg.unit]))
+            if tells and self.units[unit.move_order.unit].synced:
+                self.runner.run(self.told(self.units[unit.move_order.unit]))
 
     async def asked(self, unit):
         rooms = {
@@ -224,24 +224,24 @@ class Movement(RuleBasedStateMachine):
         }
         rows, nbytes = unit.moving.first(most=3, most_bytes=1 << 20)
         session = Session(unit.index, self.table.controller, unit.epoch)
-        unit.leg = self.table.moves.next_order(AskMove(session, rows, len(unit.holdings), nbytes), rooms)
+        unit.move_order = self.table.moves.next_order(AskMove(session, rows, len(unit.holdings), nbytes), rooms)
         unit.moving.frozen = frozenset()
-        unit.holdings.clear(unit.leg.gone)
-        unit.moving.frozen = frozenset(unit.leg.rows)
-        assert not (unit.leg.over and len(unit.holdings))
+        unit.holdings.clear(unit.move_order.gone)
+        unit.moving.frozen = frozenset(unit.move_order.rows)
+        assert not (unit.move_order.over and len(unit.holdings))
 
     def send(self, unit):
-        """Send a leg, unless the unit must wait yet."""
-        if not unit.leg.rows or self.units[unit.leg.unit].moving.draining:
+        """Send the rows of a move order, unless the unit must wait yet."""
+        if not unit.move_order.rows or self.units[unit.move_order.unit].moving.draining:
             return
-        if all(set(put.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
-            self.runner.run(self.sent(unit, self.units[unit.leg.unit]))
+        if all(set(put.rows).isdisjoint(unit.move_order.rows) for put in unit.holdings.puts):
+            self.runner.run(self.sent(unit, self.units[unit.move_order.unit]))
 
     async def sent(self, unit, other):
-        for batch in unit.moving.batches(unit.leg.rows, most_bytes=100):
+        for batch in unit.moving.batches(unit.move_order.rows, most_bytes=100):
             columns = await unit.holdings.fetch(batch, list(unit.holdings.rows[batch[0]].cells))
-            rows, ticket = batch, unit.leg.ticket
-            entry = lambda cells: MovedRows(unit.home, ticket, rows, cells, [], [0] * len(rows), [{}] * len(rows))  # noqa: B023, E731
+            rows, ticket = batch, unit.move_order.ticket
+            entry = lambda cells: MovedRows(unit.location, ticket, rows, cells, [], [0] * len(rows), [{}] * len(rows))  # noqa: B023, E731
             unit.sent.append((rows, await other.put(rows, columns, entry)))
 
     @precondition(lambda self: self.some(sent))
@@ -284,9 +284,9 @@ class Movement(RuleBasedStateMachine):
 
     async def greeted(self, unit):
         await self.told(unit)
-        unit.holdings.clear(self.table.hold(unit.home, unit.holdings.held(unit.holdings.rows)))
+        unit.holdings.clear(self.table.hold(unit.location, unit.holdings.held(unit.holdings.rows)))
         before = len(self.table.state.rows)
-        self.table.miss(unit.home)
+        self.table.miss(unit.location)
         assert len(self.table.state.rows) == before
         unit.synced = True
         self.flush()
@@ -304,7 +304,7 @@ class Movement(RuleBasedStateMachine):
         assert list(snapshot(self.replayed())) == list(snapshot(state))
         assert self.kills or not any(partition.wanted for partition in state.partitions.values())
         for unit in self.units.values():
-            here = {number for number, row in state.rows.items() if row.location == unit.home}
+            here = {number for number, row in state.rows.items() if row.location == unit.location}
             assert set(unit.holdings.rows) == here
             assert unit.budget.used == sum(row.size for row in unit.holdings.rows.values())
             assert unit.budget.promised == sum(row.promise for row in unit.holdings.rows.values())
@@ -361,7 +361,7 @@ def ask_and_send(queue):
     unit = queue.units[0]
     queue.runner.run(queue.asked(unit))
     queue.send(unit)
-    return list(unit.leg.rows), queue.units[unit.leg.unit]
+    return list(unit.move_order.rows), queue.units[unit.move_order.unit]
 
 
 def tell(queue, unit, *, answered=True):
@@ -411,13 +411,13 @@ def test_of_rows_that_were_sent_twice_the_unit_keeps_what_was_sent_last(queue):
     assert set(rows_at(queue, other.index)) >= set(rows)
 
 
-def test_who_did_not_hear_that_its_rows_moved_frees_them_when_it_asks_or_greets(queue):
+def test_who_did_not_hear_that_its_rows_moved_clears_them_when_it_asks_or_greets(queue):
     rows, other = ask_and_send(queue)
     tell(queue, other)
     assert set(queue.units[0].holdings.rows) >= set(rows)
-    assert queue.table.hold(queue.units[0].home, queue.units[0].holdings.held(rows)) == rows
+    assert queue.table.hold(queue.units[0].location, queue.units[0].holdings.held(rows)) == rows
     queue.runner.run(queue.asked(queue.units[0]))
-    assert queue.units[0].leg.gone == rows
+    assert queue.units[0].move_order.gone == rows
     assert not set(queue.units[0].holdings.rows) & set(rows)
 
 

@@ -64,7 +64,7 @@ class Replica:
 
 
 class Followed:
-    """What a machine does beside its own rules. primary: its table; away: the replica does not follow just now."""
+    """The replica that a machine keeps. primary: the table of that machine; away: it does not follow just now."""
 
     replica = None
     feed = None

@@ -45,7 +45,7 @@ def test_an_item_keeps_its_place_but_not_its_weight():
     assert index.head(lambda _: True) == "a"
 
 
-def test_appetite():
+def test_version_filter():
     assert VersionFilter().suits(VersionWindow(7, 7))
     assert VersionFilter(2).suits(VersionWindow(1, 3))
     assert not VersionFilter(2).suits(VersionWindow(3, 3))

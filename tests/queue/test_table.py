@@ -337,7 +337,7 @@ def test_two_gangs_cannot_train_one_partition(queue):
         queue.table.declare([TaskSpec(partition=P, name="critic", needs=["advantage"], kind="gang")])
 
 
-def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
+def test_clearing_a_partition_keeps_its_tasks_and_releases_its_rows(queue):
     queue.create(0)
     rows = queue.claim("rollout")
     known = queue.table.wanted(P).revision

@@ -237,7 +237,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-def test_a_call_that_a_signal_interrupts_has_said_goodbye_before_the_error_is_raised(interruptible, error):
+def test_a_call_that_a_signal_interrupts_has_sent_its_cancellation_before_the_error_is_raised(interruptible, error):
     async def words(peers):
         try:
             await say(peers, CONTROLLER, "never", timeout=30)

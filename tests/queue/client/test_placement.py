@@ -1,4 +1,4 @@
-"""How new rows are spread over units, whatever comes: a pure account."""
+"""Tests of how new rows are spread over units, whatever comes: a pure account."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How a put is numbered, repeated and given time, without sockets."""
+"""Tests of how a put is numbered, repeated and given time, without sockets."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How calls reach rows wherever they lie, without sockets."""
+"""Tests of how calls reach rows wherever they lie, without sockets."""
 
 import sys
 from pathlib import Path
@@ -57,9 +57,9 @@ def rows_of(got):
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.permutations(range(24)), st.integers(0, 2))
-def test_rows_come_in_the_order_asked_for_wherever_they_lie(homes, order, taker):
+def test_rows_come_in_the_order_asked_for_wherever_they_lie(owners, order, taker):
     units = Units()
-    rows = [row for home in homes for row in units.put(home, 1)]
+    rows = [row for owner in owners for row in units.put(owner, 1)]
     moved = rows[::3]
     units.lies.update(dict.fromkeys(moved, taker))
     asked = [rows[place] for place in order if place < len(rows)]

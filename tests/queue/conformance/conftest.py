@@ -215,8 +215,8 @@ async def served(tmp_path, world):
         process._transport.close()
 
 
-class Stranger:
-    """Says anything to a server of calls: see ``asyncflow.rpc.framing``."""
+class RawPeer:
+    """A peer that says anything to a server of calls: see ``asyncflow.rpc.framing``."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -246,12 +246,12 @@ class Stranger:
 
 
 @asynccontextmanager
-async def _stranger_at(address):
+async def _raw_peer_at(address):
     """Connect to a server and shake hands."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
     writer.write(framing.hello(None))
     await reader.readexactly(len(framing.welcome(framing.ANYBODY)))
-    made = Stranger(reader, writer)
+    made = RawPeer(reader, writer)
     try:
         yield made
     finally:
@@ -259,5 +259,5 @@ async def _stranger_at(address):
 
 
 @pytest.fixture
-def stranger_at():
-    return _stranger_at
+def raw_peer_at():
+    return _raw_peer_at

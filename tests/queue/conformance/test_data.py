@@ -97,7 +97,7 @@ async def test_03_what_is_not_contiguous_reads_back_as_its_contiguous_form(score
 
 
 @pytest.mark.parametrize("size", [4, 65_536])
-async def test_04_no_later_read_sees_what_a_reader_changes(two_units, scores, size):
+async def test_04_no_read_after_it_sees_what_a_reader_changes(two_units, scores, size):
     put = np.arange(2.0 * size).reshape(2, size)
     expected = put.copy()
     rows = await scores.put({"it": put})
@@ -118,7 +118,7 @@ async def test_04_no_later_read_sees_what_a_reader_changes(two_units, scores, si
 
 
 @pytest.mark.parametrize("size", [4, 65_536])
-async def test_04_tensors_are_writable_and_no_later_read_sees_what_is_changed_in_them(two_units, scores, size):
+async def test_04_tensors_are_writable_and_no_read_after_it_sees_what_is_changed_in_them(two_units, scores, size):
     partition = two_units.partition(tensors=True)
     put = torch.arange(2.0 * size).reshape(2, size)
     rows = await partition.put({"it": put, "beside": torch.arange(2)})

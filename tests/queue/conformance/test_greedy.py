@@ -1,4 +1,4 @@
-"""Who asks for too much at once is refused before anything is gathered, and service goes on."""
+"""A client that asks for too much at once is refused before anything is gathered, and service goes on."""
 
 import numpy as np
 import pytest
@@ -19,23 +19,23 @@ async def put(served, rows):
 
 async def test_one_row_that_is_named_thousands_of_times_takes_no_memory(served):
     (row,) = await put(served, 1)
-    stranger = RpcClient(name="stranger", resolve=served.unit)
+    greedy_client = RpcClient(name="greedy", resolve=served.unit)
     greedy = unit_calls.FetchRows([row] * 1500, ["blob"])
     async with served.growing_by_less_than(ROOM):
         for _ in range(3):
             with pytest.raises(ProtocolError, match="1500 rows, of which 1 differ"):
-                await stranger.call("unit.fetch", greedy, BatchHeader, timeout=20)
-    await stranger.close()
+                await greedy_client.call("unit.fetch", greedy, BatchHeader, timeout=20)
+    await greedy_client.close()
     assert (await served.partition.get([row], ["blob"]))["blob"] == [bytes(MIB)]
 
 
 async def test_one_column_that_is_named_thousands_of_times_is_given_once(served):
     row, *_ = await put(served, 5)
-    stranger = RpcClient(name="stranger", resolve=served.unit)
+    greedy_client = RpcClient(name="greedy", resolve=served.unit)
     greedy = unit_calls.FetchRows([row], ["blob"] * 1500)
     async with served.growing_by_less_than(ROOM):
-        given, frames = await stranger.call_frames("unit.fetch", greedy, BatchHeader, timeout=20)
-    await stranger.close()
+        given, frames = await greedy_client.call_frames("unit.fetch", greedy, BatchHeader, timeout=20)
+    await greedy_client.close()
     assert [column.name for column in given.columns] == ["blob"]
     assert sum(map(len, frames)) < 2 * MIB
 

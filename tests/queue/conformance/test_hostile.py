@@ -1,4 +1,4 @@
-"""Strangers: whatever they send, it is refused or dropped, memory stays bounded and service goes on."""
+"""Unknown peers: whatever they send is refused or dropped, memory stays bounded and service goes on."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ class Victim:
         )
 
     async def serves(self):
-        """Whether rows go through it, and nothing is held afterwards."""
+        """Check that rows go through it, and that nothing is held afterwards."""
         rows = await self.partition.put({"n": np.arange(5)}, timeout=20)
         assert (await self.partition.get(rows, ["n"], timeout=20))["n"].tolist() == list(range(5))
         await self.partition.clear(rows, timeout=20)
@@ -76,7 +76,7 @@ class Victim:
 def victim(tmp_path, monkeypatch):
     @contextlib.asynccontextmanager
     async def run(*, certified=False, limit=LIMIT):
-        if certified:  # what a stranger reaches: nobody but this user gets to a socket of this host
+        if certified:  # what an unknown peer reaches: nobody but this user gets to a socket of this host
             monkeypatch.setenv(SHARED_MEMORY_ENV, "off")
         folder = tmp_path / "tls"
         credentials = Issuer(folder).credentials("client") if certified else None
@@ -112,10 +112,10 @@ def attack(made, *, times, send):
     try:
         for number in range(times):
             for address in made.addresses:
-                stranger = dial(address)
-                opened.append(stranger)
+                peer = dial(address)
+                opened.append(peer)
                 try:
-                    send(stranger, number)
+                    send(peer, number)
                 except OSError:
                     continue
         most, until = made.memory, time.monotonic() + HEARD_S
@@ -124,20 +124,20 @@ def attack(made, *, times, send):
             most = max(most, made.memory)
         return most
     finally:
-        for stranger in opened:
-            stranger.close()
+        for peer in opened:
+            peer.close()
 
 
 async def test_who_has_another_jobs_certificate_or_none_is_not_heard(victim, tmp_path):
     async with victim(certified=True) as made:
         for credentials in (None, Issuer(tmp_path / "another").credentials("client")):
-            stranger = made.connect(credentials)
-            partition = Partition(stranger, "scores")
+            peer = made.connect(credentials)
+            partition = Partition(peer, "scores")
             with pytest.raises(AsyncFlowError):
                 await partition.put({"n": np.arange(5)}, timeout=1)
             with pytest.raises(AsyncFlowError):
                 await partition.rows(timeout=1)
-            await stranger.close()
+            await peer.close()
         assert (await made.partition.rows()).rows == []
 
 
@@ -153,29 +153,29 @@ async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, ce
         await made.serves()
 
 
-async def test_strangers_that_hold_on_make_room_for_who_has_a_certificate(victim):
+async def test_unknown_peers_that_hold_on_make_room_for_who_has_a_certificate(victim):
     async with victim(certified=True) as made:
         hold = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def attack_and_hold():
-            strangers = [dial(made.controller) for _ in range(800)]
+            peers = [dial(made.controller) for _ in range(800)]
             loop.call_soon_threadsafe(hold.set)
-            return strangers
+            return peers
 
         held = asyncio.create_task(asyncio.to_thread(attack_and_hold))
         await hold.wait()
         await made.serves()
-        for stranger in await held:
-            stranger.close()
+        for peer in await held:
+            peer.close()
 
 
 async def test_huge_declared_sizes_take_no_memory(victim):
-    def send(stranger, number):
-        stranger.sendall(GREETED)
+    def send(peer, number):
+        peer.sendall(GREETED)
         declared = 1 << (30 + number % 33)
         block = struct.pack("<QIQ", 12, 1, (1 << 30) - 1 if number % 2 else declared)
-        stranger.sendall((struct.pack("<Q", declared) if number % 3 else block) + bytes(4096))
+        peer.sendall((struct.pack("<Q", declared) if number % 3 else block) + bytes(4096))
 
     async with victim() as made:
         before = made.memory
@@ -187,8 +187,8 @@ async def test_huge_sizes_of_who_shows_no_certificate_are_not_even_read(victim):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
-    def send(stranger, number):
-        with context.wrap_socket(stranger.dup()) as shaken:
+    def send(peer, number):
+        with context.wrap_socket(peer.dup()) as shaken:
             shaken.sendall(GREETED + struct.pack("<Q", 1 << 30) + bytes(1 << 16))
 
     async with victim(certified=True) as made:
@@ -244,7 +244,7 @@ async def test_what_goes_over_the_wire_is_tls_and_of_no_use_to_who_records_it(vi
 
 
 def _is_tls(said):
-    """Whether all of it is records of TLS (RFC 8446, 5.1), of which only the greetings are not encrypted."""
+    """Return whether all of it is records of TLS (RFC 8446, 5.1), of which only the greetings are not encrypted."""
     kinds = set()
     while said:
         kind, version, length = struct.unpack_from(">BHH", said)
@@ -295,30 +295,30 @@ async def test_half_messages_end_with_their_connections(victim):
             half.close()
 
 
-async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at):
+async def test_a_message_that_is_replayed_does_nothing_twice(victim, raw_peer_at):
     header, frames = encode_batch(encode_columns({"n": np.arange(5)}))
     request = framing.encode(unit_calls.PutRows("scores", b"a client", 0, 1, header, [], {}, 5.0))
 
-    async def play(stranger, numbers):
+    async def play(peer, numbers):
         for number in numbers:
-            await stranger.send([framing.encode(framing.Call(number, "unit.put", 5.0, len(frames))), request, *frames])
+            await peer.send([framing.encode(framing.Call(number, "unit.put", 5.0, len(frames))), request, *frames])
 
-    async with victim() as made, stranger_at(made.unit) as stranger:
-        await play(stranger, (number // 3 for number in range(300)))
+    async with victim() as made, raw_peer_at(made.unit) as peer:
+        await play(peer, (number // 3 for number in range(300)))
         async with asyncio.timeout(20):
             while len((await made.partition.rows()).rows) < 5:
                 await asyncio.sleep(0.05)
         await made.partition.clear((await made.partition.rows()).rows)
-        await play(stranger, range(300, 400))
+        await play(peer, range(300, 400))
         await made.serves()
         assert (await made.partition.rows()).rows == []
 
 
 async def test_who_asks_for_much_and_reads_nothing_makes_no_memory_grow_and_gets_it_all_when_it_reads(
-    victim, stranger_at
+    victim, raw_peer_at
 ):
     values = np.arange(32 << 16, dtype=np.float64).reshape(32, -1)  # rows of 512 KiB
-    async with victim(limit=32 << 20) as made, stranger_at(made.unit) as greedy:
+    async with victim(limit=32 << 20) as made, raw_peer_at(made.unit) as greedy:
         large = Partition(made.client, "large")
         rows = await large.put({"values": values}, timeout=20)
         scattered = framing.encode(unit_calls.FetchRows(rows[::2], ["values"]))
@@ -414,20 +414,20 @@ def spoilt(rng, data):
     return bytes(out)
 
 
-async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, stranger_at):
+async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, raw_peer_at):
     rng = random.Random(11)
     async with victim() as made:
         before = made.memory
-        async with stranger_at(made.controller) as queue, stranger_at(made.unit) as unit:
+        async with raw_peer_at(made.controller) as queue, raw_peer_at(made.unit) as unit:
             for number, (to_unit, method, request, frames) in enumerate(list(requests()) * 100):
                 call = framing.encode(framing.Call(number, method, 20.0, len(frames)))
                 parts = [framing.encode(request), *map(bytes, frames)]
                 which = rng.randrange(len(parts))
                 parts[which] = spoilt(rng, parts[which])
-                stranger = unit if to_unit else queue
-                await stranger.send([call, *parts])
+                peer = unit if to_unit else queue
+                await peer.send([call, *parts])
                 async with asyncio.timeout(30):
-                    header, *rest = await stranger.receive()
+                    header, *rest = await peer.receive()
                 answer = framing.to_client(header)
                 assert answer.call == number
                 if isinstance(answer, framing.Failure):

@@ -121,7 +121,7 @@ async def test_29_rows_are_named_by_whole_numbers_or_keys_and_by_nothing_else(sc
     assert (await scores.rows()).rows == rows[2:]
 
 
-async def test_30_tags_of_a_row_reach_every_later_reader_and_go_with_it(two_units, scores):
+async def test_30_tags_of_a_row_reach_every_reader_after_that_and_go_with_it(two_units, scores):
     await scores.declare("grade", ["n"])
     rows = await scores.put({"n": np.arange(3)}, tags=[{"tokens": 7, "of": "me"}, {}, {"tokens": 9}])
     await scores.tag(rows[1:2], [{"late": True}])

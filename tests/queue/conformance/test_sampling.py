@@ -46,7 +46,7 @@ async def all_slots(client, **how):
 
 
 async def commit(client, *, attempt=0):
-    """Hand out the step, and have a checkpoint hold it."""
+    """Take all slots of the step, and have a checkpoint hold it."""
     await all_slots(client, attempt=attempt)
     for rank in range(WORLD):
         await client.step_done(partition=P, attempt=attempt, step=1, rank=rank, timeout=10)
@@ -132,7 +132,7 @@ async def test_33_ranks_get_equal_work_whole_groups_and_every_row_once(gang, tok
     assert max(loads) * WORLD <= 1.05 * sum(loads)
 
 
-async def test_w10_a_rank_that_runs_ahead_causes_no_duplicates(gang):
+async def test_w10_a_rank_that_is_faster_causes_no_duplicates(gang):
     ahead = [await slot(gang, number, 0, tokens=3_000) for number in range(3)]
     behind = [[await slot(gang, number, rank, tokens=3_000) for rank in range(1, WORLD)] for number in range(3)]
     rows = [row.row for given in [*ahead, *(each for ranks in behind for each in ranks)] for row in given.rows]

@@ -56,12 +56,12 @@ async def test_38_a_damaged_ledger_is_refused_and_not_changed(two_units, scores)
 
 @pytest.mark.parametrize("whom", ["controller", "unit"])
 async def test_39_bytes_that_mean_nothing_get_an_error_or_nothing_and_service_goes_on(
-    two_units, scores, whom, stranger_at
+    two_units, scores, whom, raw_peer_at
 ):
     server = two_units.controller.server if whom == "controller" else two_units.units[0].server
-    async with stranger_at(server.address) as stranger:
+    async with raw_peer_at(server.address) as peer:
         for parts in ([b""], [b"\xc1" * 50], [b"a", b"b", b"c"], [b"\x80\x04\x95", b"pickle"], [bytes(1 << 20)] * 3):
-            await stranger.send(parts)
+            await peer.send(parts)
         rows = await scores.put({"text": ["still", "here"]})
         assert (await scores.get(rows, ["text"]))["text"] == ["still", "here"]
     client = RpcClient(name="test", resolve=server.address)

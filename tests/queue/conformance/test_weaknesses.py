@@ -1,4 +1,4 @@
-"""What the peer does wrong (W1 to W21 of its facts), one by one, and that this queue does not."""
+"""Tests of what the peer does wrong (W1 to W21 of its facts), one by one, and this queue does not."""
 
 import asyncio
 import subprocess
@@ -295,7 +295,7 @@ async def test_w16_a_consumer_that_waits_makes_no_calls(two_units, scores):
     assert len(await waiting) == 1
 
 
-async def test_w18_clearing_rows_frees_their_bytes_at_once(queue):
+async def test_w18_clearing_rows_releases_their_bytes_at_once(queue):
     async with queue(units=1, limit=64 << 20) as made:
         partition = made.partition()
         rows = await partition.put({"blob": [bytes(100_000)] * 256})
@@ -306,7 +306,7 @@ async def test_w18_clearing_rows_frees_their_bytes_at_once(queue):
         await partition.put({"blob": [bytes(100_000)] * 600})
 
 
-async def test_w18_a_task_that_clears_frees_what_it_has_completed(two_units, scores):
+async def test_w18_a_task_that_clears_releases_what_it_has_completed(two_units, scores):
     await scores.declare("last", ["n"], clears=True)
     rows = await scores.put({"n": np.arange(8)}, keys=list("abcdefgh"))
     leased = await scores.claim("last", 5, timeout=5)

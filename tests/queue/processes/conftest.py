@@ -28,7 +28,7 @@ def tasks(lease_s):
     ]
 
 
-class Crew:
+class QueueProcesses:
     """Processes of one queue. store: name of the units' back end, and its address."""
 
     def __init__(self, folder):
@@ -114,7 +114,7 @@ class Crew:
 
 
 @pytest.fixture
-async def crew(tmp_path):
-    crew = Crew(tmp_path)
-    yield crew
-    await crew.close()
+async def processes(tmp_path):
+    processes = QueueProcesses(tmp_path)
+    yield processes
+    await processes.close()

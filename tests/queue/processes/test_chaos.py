@@ -11,7 +11,7 @@ import pytest
 from asyncflow.queue.ledger.audit import audit_ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
-from counting_crew import CountingTrainer, compute_advantages, recreate
+from counting_trainer import CountingTrainer, compute_advantages, recreate
 
 pytestmark = pytest.mark.process
 
@@ -19,53 +19,57 @@ P = "train"
 LEASE_S = 1.0
 
 
-async def cause_trouble(crew, rng):
+async def cause_trouble(processes, rng):
     number = 0
     while True:
         await asyncio.sleep(rng.uniform(0.1, 0.4))
         victim = rng.choice(["controller", "unit-0", "unit-1", "worker", "worker", "stop worker"])
         number += 1
         if victim == "controller":
-            await crew.replace("controller", "controller")
+            await processes.replace("controller", "controller")
         elif victim.startswith("unit"):
-            await crew.replace(victim, "unit", victim[-1], 1 << 20)
+            await processes.replace(victim, "unit", victim[-1], 1 << 20)
         elif victim == "worker":
-            name = rng.choice(sorted(name for name in crew.children if name.startswith("worker")))
-            await crew.kill(name)
-            await crew.start(f"worker-{number}", "work", "rollout", "response", f"w{number}", 3)
+            name = rng.choice(sorted(name for name in processes.children if name.startswith("worker")))
+            await processes.kill(name)
+            await processes.start(f"worker-{number}", "work", "rollout", "response", f"w{number}", 3)
         else:
-            name = rng.choice(sorted(name for name in crew.children if name.startswith("worker")))
-            crew.stop(name)
+            name = rng.choice(sorted(name for name in processes.children if name.startswith("worker")))
+            processes.stop(name)
             await asyncio.sleep(rng.uniform(0.1, 1.5 * LEASE_S))
-            crew.go_on(name)
+            processes.go_on(name)
 
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_whatever_dies_each_sample_counts_once(crew, seed):
+async def test_whatever_dies_each_sample_counts_once(processes, seed):
     rng = random.Random(seed)
     steps, per_step = 6, 4
-    await crew.start_queue(lease_s=LEASE_S, units=2)
+    await processes.start_queue(lease_s=LEASE_S, units=2)
     for step in range(1, steps + 1):
-        await crew.client.open_step(partition=P, step=step, groups=per_step, group_size=2, timeout=30)
+        await processes.client.open_step(partition=P, step=step, groups=per_step, group_size=2, timeout=30)
     for number in range(2):
-        await crew.start(f"worker-a{number}", "work", "rollout", "response", f"wa{number}", 3)
-    trainer = CountingTrainer(crew, steps=steps, rng=random.Random(seed + 100))
+        await processes.start(f"worker-a{number}", "work", "rollout", "response", f"wa{number}", 3)
+    trainer = CountingTrainer(processes, steps=steps, rng=random.Random(seed + 100))
     helpers = [
         asyncio.create_task(job)
-        for job in (compute_advantages(crew), recreate(crew, steps * per_step, per_step), cause_trouble(crew, rng))
+        for job in (
+            compute_advantages(processes),
+            recreate(processes, steps * per_step, per_step),
+            cause_trouble(processes, rng),
+        )
     ]
     running = asyncio.create_task(trainer.run())
     await asyncio.wait([running, *helpers], return_when=asyncio.FIRST_COMPLETED)
     for task in helpers:
         task.cancel()
     await asyncio.wait(helpers)
-    if "controller" not in crew.children:
-        await crew.start("controller", "controller")
+    if "controller" not in processes.children:
+        await processes.start("controller", "controller")
     assert [task.exception() for task in helpers if not task.cancelled()] == []
     await running
     assert trainer.weights[steps] == Counter((s, j) for s in range(steps * per_step) for j in range(2))
-    await crew.client.close_partition(partition=P, step=steps, timeout=30)
-    report = audit_ledger(crew.folder / "ledger")
+    await processes.client.close_partition(partition=P, step=steps, timeout=30)
+    report = audit_ledger(processes.folder / "ledger")
     assert report.ok, report
     assert (report.trained, report.unfinished, report.closed) == (steps * per_step * 2, 0, True)

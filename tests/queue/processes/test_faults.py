@@ -26,66 +26,66 @@ def within(seconds=0.0):
 
 
 @pytest.fixture(params=["memory", "mooncake", "redis"])
-def back_end(request, crew, stores):
-    """Where the units of the crew keep their bytes."""
+def back_end(request, processes, stores):
+    """Where the units keep their bytes."""
     role = {"memory": "", "mooncake": "master", "redis": "holder"}[request.param]
-    crew.store = [request.param, stores(request.param).address(role, 0) or ""]
+    processes.store = [request.param, stores(request.param).address(role, 0) or ""]
 
 
-async def test_rows_of_a_killed_consumer_go_to_another(crew):
-    await crew.start_queue(lease_s=1)
-    await crew.start("holder", "hold", "rollout", "w1")
-    await crew.create(0, 1)
-    assert await crew.line("holder") == ["claimed", "4"]
-    await crew.kill("holder")
+async def test_rows_of_a_killed_consumer_go_to_another(processes):
+    await processes.start_queue(lease_s=1)
+    await processes.start("holder", "hold", "rollout", "w1")
+    await processes.create(0, 1)
+    assert await processes.line("holder") == ["claimed", "4"]
+    await processes.kill("holder")
     async with within(1):
-        rows = await crew.claim("rollout")
+        rows = await processes.claim("rollout")
     assert [row.attempt for row in rows] == [1] * 4
-    assert await crew.complete(rows, "response") == [True] * 4
+    assert await processes.complete(rows, "response") == [True] * 4
 
 
-async def test_rows_of_a_consumer_known_to_be_dead_go_to_another_at_once(crew):
-    await crew.start_queue(lease_s=60)
-    await crew.start("holder", "hold", "rollout", "w1")
-    await crew.create(0, 1)
-    await crew.line("holder")
-    await crew.kill("holder")
+async def test_rows_of_a_consumer_known_to_be_dead_go_to_another_at_once(processes):
+    await processes.start_queue(lease_s=60)
+    await processes.start("holder", "hold", "rollout", "w1")
+    await processes.create(0, 1)
+    await processes.line("holder")
+    await processes.kill("holder")
     async with within():
-        await crew.client.expire(worker="w1", timeout=30)
-        assert len(await crew.claim("rollout", timeout=0)) == 4
+        await processes.client.expire(worker="w1", timeout=30)
+        assert len(await processes.claim("rollout", timeout=0)) == 4
 
 
-async def test_a_stopped_consumer_is_fenced_when_it_goes_on(crew):
-    await crew.start_queue(lease_s=1)
-    await crew.start("holder", "hold", "rollout", "w1")
-    await crew.create(0, 1)
-    await crew.line("holder")
-    crew.stop("holder")
+async def test_a_stopped_consumer_is_fenced_when_it_goes_on(processes):
+    await processes.start_queue(lease_s=1)
+    await processes.start("holder", "hold", "rollout", "w1")
+    await processes.create(0, 1)
+    await processes.line("holder")
+    processes.stop("holder")
     async with within(1):
-        rows = await crew.claim("rollout")
-    assert await crew.complete(rows, "response") == [True] * 4
-    crew.children["holder"].stdin.write(b"\n")
-    crew.go_on("holder")
+        rows = await processes.claim("rollout")
+    assert await processes.complete(rows, "response") == [True] * 4
+    processes.children["holder"].stdin.write(b"\n")
+    processes.go_on("holder")
     async with within():
-        assert await crew.line("holder") == ["completed", "0", "0", "0", "0"]
+        assert await processes.line("holder") == ["completed", "0", "0", "0", "0"]
 
 
 @on_every_back_end
-async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
-    await crew.start_queue(lease_s=60, units=2)
-    producer = await crew.start("producer", "produce", 200, 1000)
+async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(processes):
+    await processes.start_queue(lease_s=60, units=2)
+    producer = await processes.start("producer", "produce", 200, 1000)
     for _ in range(20):
         await producer.stdout.readline()
-    await crew.kill("producer")
-    assert audit_ledger(crew.folder / "ledger").ok
+    await processes.kill("producer")
+    assert audit_ledger(processes.folder / "ledger").ok
     async with within():
-        snapshot = await crew.client.snapshot(partition=P, timeout=30)
-        again = await crew.create(*range(snapshot.next_serial + 3))
+        snapshot = await processes.client.snapshot(partition=P, timeout=30)
+        again = await processes.create(*range(snapshot.next_serial + 3))
     assert snapshot.missing == []
     assert 20 <= snapshot.next_serial <= 200
     under_way = again[2 * snapshot.next_serial]
     assert again == [False] * (2 * snapshot.next_serial) + [under_way] * 2 + [True] * 4
-    assert audit_ledger(crew.folder / "ledger").ok
+    assert audit_ledger(processes.folder / "ledger").ok
 
 
 @pytest.mark.parametrize(
@@ -94,120 +94,120 @@ async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(crew):
     indirect=["back_end"],
 )
 async def test_a_producer_killed_before_its_rows_are_admitted_leaves_them_whole_or_not_at_all(
-    crew, back_end, kill_unit
+    processes, back_end, kill_unit
 ):
-    await crew.start_queue(lease_s=60, units=0)
-    await crew.start_unit(0, role="unit-aloud")
-    assert await crew.line("unit-0") == ["holds", "0"]
-    crew.stop("controller")
-    await crew.start("producer", "produce", 1, 1000)
-    assert await crew.line("unit-0") == ["holds", "16"]
-    await crew.kill("producer")
+    await processes.start_queue(lease_s=60, units=0)
+    await processes.start_unit(0, role="unit-aloud")
+    assert await processes.line("unit-0") == ["holds", "0"]
+    processes.stop("controller")
+    await processes.start("producer", "produce", 1, 1000)
+    assert await processes.line("unit-0") == ["holds", "16"]
+    await processes.kill("producer")
     if kill_unit:
-        await crew.kill("unit-0")
-        await crew.start_unit(0)
-    crew.go_on("controller")
+        await processes.kill("unit-0")
+        await processes.start_unit(0)
+    processes.go_on("controller")
     async with within():
-        assert await crew.create(0) == [kill_unit] * 2
-        assert len(await crew.claim("rollout")) == 2
-    report = audit_ledger(crew.folder / "ledger")
+        assert await processes.create(0) == [kill_unit] * 2
+        assert len(await processes.claim("rollout")) == 2
+    report = audit_ledger(processes.folder / "ledger")
     assert report.ok
     assert report.dispatched == 2
 
 
 @on_every_back_end
-async def test_a_killed_unit_loses_its_bytes_and_nothing_else(crew):
-    await crew.start_queue(lease_s=60, units=2)
-    await crew.create(0, 1, 2, 3)
-    rows = await crew.claim("rollout")
-    known = (await crew.client.wanted(partition=P, known=-1, timeout=30)).revision
-    await crew.kill("unit-1")
-    await crew.start_unit(1)
+async def test_a_killed_unit_loses_its_bytes_and_nothing_else(processes):
+    await processes.start_queue(lease_s=60, units=2)
+    await processes.create(0, 1, 2, 3)
+    rows = await processes.claim("rollout")
+    known = (await processes.client.wanted(partition=P, known=-1, timeout=30)).revision
+    await processes.kill("unit-1")
+    await processes.start_unit(1)
     async with within():
-        wanted = await crew.client.wanted(partition=P, known=known, timeout=30)
+        wanted = await processes.client.wanted(partition=P, known=known, timeout=30)
     assert {meta.serial for meta in wanted.keys} == {1, 3}
     with pytest.raises(StaleHandle):
-        await crew.client.fetch([row for row in rows if row.unit == 1], ["prompt"], timeout=30)
+        await processes.client.fetch([row for row in rows if row.unit == 1], ["prompt"], timeout=30)
     async with within():
-        assert await crew.complete(rows, "response") == [row.unit == 0 for row in rows]
-        assert await crew.create(1, 3) == [True] * 4
-        again = await crew.claim("rollout")
+        assert await processes.complete(rows, "response") == [row.unit == 0 for row in rows]
+        assert await processes.create(1, 3) == [True] * 4
+        again = await processes.claim("rollout")
     assert sorted({row.meta.serial for row in again}) == [1, 3]
-    assert await crew.complete(again, "response") == [True] * 4
-    assert audit_ledger(crew.folder / "ledger").ok
+    assert await processes.complete(again, "response") == [True] * 4
+    assert audit_ledger(processes.folder / "ledger").ok
 
 
 @on_every_back_end
-async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
-    await crew.start_queue(lease_s=60)
-    crew.stop("unit-0")
-    put = asyncio.create_task(crew.create(0))
+async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(processes):
+    await processes.start_queue(lease_s=60)
+    processes.stop("unit-0")
+    put = asyncio.create_task(processes.create(0))
     done, _ = await asyncio.wait([put], timeout=0.5)
     assert not done
-    crew.go_on("unit-0")
+    processes.go_on("unit-0")
     async with within():
         assert await put == [True, True]
 
 
-async def test_rows_of_a_stopped_unit_go_to_another(crew):
-    await crew.start_queue(lease_s=60, units=2)
-    crew.stop("unit-0")
+async def test_rows_of_a_stopped_unit_go_to_another(processes):
+    await processes.start_queue(lease_s=60, units=2)
+    processes.stop("unit-0")
     columns = {"x": Jagged.from_rows([[row] for row in range(4)], "int64")}
     new, *puts = await asyncio.gather(
-        crew.create(0, 1, timeout=12), *(crew.client.put("open", columns, timeout=12) for _ in range(2))
+        processes.create(0, 1, timeout=12), *(processes.client.put("open", columns, timeout=12) for _ in range(2))
     )
     assert new == [True] * 4
-    crew.go_on("unit-0")
+    processes.go_on("unit-0")
     rows = [row for put in puts for row in put.rows]
     assert {unit_of(row) for row in rows} == {1}
     assert len(set(rows)) == 8
-    assert len(await crew.claim("rollout")) == 4
+    assert len(await processes.claim("rollout")) == 4
 
 
-async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):
-    await crew.start_queue(lease_s=2)
-    await crew.create(0, 1)
-    rows = await crew.claim("rollout", rows=2)
-    parked = asyncio.create_task(crew.claim("advantage"))
+async def test_a_killed_controller_honours_the_leases_of_the_old_one(processes):
+    await processes.start_queue(lease_s=2)
+    await processes.create(0, 1)
+    rows = await processes.claim("rollout", rows=2)
+    parked = asyncio.create_task(processes.claim("advantage"))
     await asyncio.sleep(0.05)
-    await crew.kill("controller")
-    put = asyncio.create_task(crew.complete(rows, "response"))
+    await processes.kill("controller")
+    put = asyncio.create_task(processes.complete(rows, "response"))
     await asyncio.sleep(2.5)
-    await crew.start("controller", "controller")
+    await processes.start("controller", "controller")
     async with within(2):
         assert await put == [True, True]
         assert {row.meta.serial for row in await parked} == {rows[0].meta.serial}
-        assert len(await crew.claim("rollout")) == 2
-    assert audit_ledger(crew.folder / "ledger").ok
+        assert len(await processes.claim("rollout")) == 2
+    assert audit_ledger(processes.folder / "ledger").ok
 
 
-async def test_a_stopped_controller_fences_nobody(crew):
-    await crew.start_queue(lease_s=2)
-    await crew.create(0, 1)
-    rows = await crew.claim("rollout", rows=2)
-    crew.stop("controller")
-    put = asyncio.create_task(crew.complete(rows, "response"))
+async def test_a_stopped_controller_fences_nobody(processes):
+    await processes.start_queue(lease_s=2)
+    await processes.create(0, 1)
+    rows = await processes.claim("rollout", rows=2)
+    processes.stop("controller")
+    put = asyncio.create_task(processes.complete(rows, "response"))
     await asyncio.sleep(3)
-    crew.go_on("controller")
+    processes.go_on("controller")
     async with within():
         assert await put == [True, True]
 
 
-async def test_claims_of_other_tasks_go_on_while_one_of_three_controllers_is_stopped(crew):
+async def test_claims_of_other_tasks_go_on_while_one_of_three_controllers_is_stopped(processes):
     places = {"first": 1, "second": 2, "third": 0}
-    await crew.start_queue(lease_s=60, controllers=3)
-    await crew.client.declare([TaskSpec(partition="open", name=task, needs=["x"]) for task in places], timeout=30)
-    await crew.client.put("open", {"x": Jagged.from_rows([[row] for row in range(100)], "int64")}, timeout=30)
+    await processes.start_queue(lease_s=60, controllers=3)
+    await processes.client.declare([TaskSpec(partition="open", name=task, needs=["x"]) for task in places], timeout=30)
+    await processes.client.put("open", {"x": Jagged.from_rows([[row] for row in range(100)], "int64")}, timeout=30)
 
     async def claim(task, *, within_s=30):
         async with asyncio.timeout(within_s):
-            claimed = await crew.client.claim(partition="open", task=task, max_rows=1, timeout=30)
+            claimed = await processes.client.claim(partition="open", task=task, max_rows=1, timeout=30)
             assert len(claimed.rows) == 1
 
     for task in places:
         await claim(task)
     for victim, name in enumerate(["controller", "controller-1", "controller-2"]):
-        crew.stop(name)
+        processes.stop(name)
         for task, place in places.items():
             if place == victim:
                 with pytest.raises(TimeoutError):
@@ -215,18 +215,18 @@ async def test_claims_of_other_tasks_go_on_while_one_of_three_controllers_is_sto
             else:
                 for _ in range(5):
                     await claim(task)
-        crew.go_on(name)
+        processes.go_on(name)
         async with within():
             for task in places:
                 await claim(task)
 
 
-async def test_two_controllers_cannot_share_a_ledger(crew):
-    await crew.start_queue(lease_s=60)
-    second = await crew.start("second", "controller")
+async def test_two_controllers_cannot_share_a_ledger(processes):
+    await processes.start_queue(lease_s=60)
+    second = await processes.start("second", "controller")
     async with within():
         assert await second.wait() != 0
-    await crew.create(0)
+    await processes.create(0)
 
 
 IDLE = """

@@ -31,7 +31,7 @@ async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
         assert (await queue.client.stats(timeout=10)).dropped == 4
 
 
-async def test_what_was_promised_gets_through_a_unit_that_creations_have_filled(cluster):
+async def test_what_was_reserved_gets_through_a_unit_that_creations_have_filled(cluster):
     async with cluster(limit=1000, units=1) as queue:
         budget = queue.units[0].holdings.budget
         outputs = {"response": 400, "reward": 8}
@@ -53,7 +53,7 @@ async def test_what_was_promised_gets_through_a_unit_that_creations_have_filled(
         assert (budget.used, budget.promised) == (192, 0)
 
 
-async def test_a_response_shorter_than_promised_leaves_room_for_creations(cluster):
+async def test_a_response_shorter_than_reserved_leaves_room_for_creations(cluster):
     async with cluster(limit=1000, units=1) as queue:
         await queue.create(0, length=1, outputs={"response": 480})
         waiting = asyncio.create_task(queue.create(1, length=1, outputs={"response": 400}))

@@ -85,17 +85,17 @@ def greeted(sessions, unit):
     return Session(unit, welcome.controller, welcome.epoch), SimpleNamespace(row=row, moved=0)
 
 
-async def test_orders_leave_after_the_verdicts_that_wait_for_the_same_ledger():
-    """A unit passes over rows whose verdict it has not heard: told to free them first, it would keep them for ever."""
+async def test_orders_leave_after_the_results_that_wait_for_the_same_ledger():
+    """A unit passes over rows whose result it has not heard: told to free them first, it would keep them for ever."""
     sessions, sent, loop = Sessions(Table(), lost_s=30), [], asyncio.get_running_loop()
     session, row = greeted(sessions, 0)
-    ledger, verdict = loop.create_future(), loop.create_future()
+    ledger, result = loop.create_future(), loop.create_future()
     orders = sessions.orders(Watch(session, 0, 0, 60), 0.0)
     orders.add_done_callback(lambda _: sent.append("orders"))
-    verdict.add_done_callback(lambda _: sent.append("verdict"))
+    result.add_done_callback(lambda _: sent.append("result"))
     sessions.order([row], after=ledger)
-    ledger.add_done_callback(lambda _: verdict.set_result(None))
+    ledger.add_done_callback(lambda _: result.set_result(None))
     ledger.set_result(None)
     async with asyncio.timeout(10):
         assert (await orders).rows == [row.row]
-    assert sent == ["verdict", "orders"]
+    assert sent == ["result", "orders"]

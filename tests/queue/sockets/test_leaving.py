@@ -201,7 +201,7 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
         assert not any(held(queue).values())
 
 
-async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_its_bytes(cluster):
+async def test_a_creation_that_comes_again_to_another_unit_is_known_and_releases_its_bytes(cluster):
     async with cluster(units=2) as queue:
         assert await queue.create(0) == [True, True]
         assert held(queue) == {0: 2, 1: 0}

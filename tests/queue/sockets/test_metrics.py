@@ -1,4 +1,4 @@
-"""What units and controllers show to whoever runs them: what is held and moves, who waits, and what there is to do."""
+"""Tests of what units and controllers report: what is held and moves, who waits, and what there is to do."""
 
 import asyncio
 

@@ -135,7 +135,7 @@ async def test_what_was_put_is_there_after_a_restart_whenever_the_ledger_was_com
 
 
 class Unit:
-    """What a storage unit says to its controller."""
+    """The calls of a storage unit to its controller."""
 
     def __init__(self, client, welcome):
         self.client = client

@@ -1,4 +1,4 @@
-"""What a driver put that is no more: on its way for ever so long, it is not admitted once another has taken over."""
+"""Rows that a driver put which is no more, however long on their way, are not admitted once another has taken over."""
 
 import asyncio
 

@@ -54,12 +54,12 @@ VALUES = {"x": Jagged.from_rows([[1] * 1000], "int64")}
 
 
 def waiting(controller):
-    """Whether anybody waits for rows."""
+    """Return whether anybody waits for rows."""
     return P in controller.parking.waiters
 
 
 async def clear_all(cluster):
-    """Clear what there is while the disk hangs; give the call when the unit has asked for orders once more."""
+    """Clear what there is while the disk hangs; return the call when the unit has asked for orders once more."""
     controller = cluster.controller
     asked, rows = controller.server.counters.calls["units.watch"], list(controller.table.state.rows)
     clearing = asyncio.create_task(Partition(cluster.connect("other"), P).clear(rows, timeout=20))
@@ -68,7 +68,7 @@ async def clear_all(cluster):
     return clearing
 
 
-async def test_a_row_that_is_freed_before_its_verdict_is_safe_leaves_nothing_behind(cluster, disk):
+async def test_a_row_that_is_freed_before_its_result_is_on_disk_leaves_nothing_behind(cluster, disk):
     async with cluster(units=1, sync="always") as made:
         unit = made.units[0]
         disk.stop()

@@ -1,4 +1,4 @@
-"""What every back end must do, on real stores: give back what it was given, and forget what was freed."""
+"""Tests of what every back end must do, on real stores: give back what it was given, and forget what was freed."""
 
 import asyncio
 import random
@@ -104,7 +104,7 @@ async def test_many_rows_and_large_ones(backend):
     await asyncio.gather(backend.free(places(1, 1500), ["x"]), backend.free(places(2, 3), ["x"]))
 
 
-async def test_readers_writers_and_frees_at_once(backend):
+async def test_reads_writes_and_removals_at_once(backend):
     rng = random.Random(5)
 
     async def live(blob):

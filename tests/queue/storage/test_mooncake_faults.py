@@ -1,4 +1,4 @@
-"""What Mooncake's processes do to a back end when they die, hang, begin anew or are full: nothing that is not said."""
+"""Mooncake's processes that die, hang, begin anew or are full do nothing to a back end that is not said."""
 
 import asyncio
 import signal

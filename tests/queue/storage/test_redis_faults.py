@@ -1,4 +1,4 @@
-"""What a Redis server does to a back end when it dies, is full, or is not what it should be."""
+"""A back end whose Redis server dies, is full, or is not what it should be."""
 
 import asyncio
 import signal

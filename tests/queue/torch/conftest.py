@@ -133,7 +133,7 @@ class Served:
     def close_partition(self, step):
         self.run(self.client.close_partition(partition=P, step=step, timeout=10))
 
-    def visitors(self):
+    def client_count(self):
         """Return how many clients are there."""
 
         async def count():

@@ -84,7 +84,7 @@ def test_a_step_can_be_replayed_until_it_is_committed(served, dataset):
         list(data)
 
 
-def test_workers_that_persist_follow_the_steps(served, dataset):
+def test_workers_that_stay_follow_the_steps(served, dataset):
     fill(served, 1, 2, 3)
     data = dataset()
     data.begin()

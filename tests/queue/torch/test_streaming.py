@@ -222,7 +222,7 @@ def test_loader_workers_take_nothing_when_their_process_is_gone(served, dataset)
         pass
     child.kill()
     child.join()
-    while served.visitors():
+    while served.client_count():
         pass
     served.fill(range(5, ROWS), close=1)
     assert sorted(serials(dataset())) == list(range(5, ROWS))

@@ -1,4 +1,4 @@
-"""A counting trainer and who works for it: the witness that each sample counts once."""
+"""A counting trainer and the tasks that feed it: the witness that each sample counts once."""
 
 import asyncio
 from collections import Counter
@@ -12,8 +12,8 @@ P = "train"
 class CountingTrainer:
     """Weights that count samples, with checkpoints; restarts itself from the newest when rows were lost."""
 
-    def __init__(self, crew, *, steps, rng):
-        self.crew, self.steps, self.rng = crew, steps, rng
+    def __init__(self, processes, *, steps, rng):
+        self.processes, self.steps, self.rng = processes, steps, rng
         self.attempt, self.done = -1, 0
         self.weights = {0: Counter()}
         self.checkpoint = 0
@@ -38,7 +38,7 @@ class CountingTrainer:
             if got is None:
                 continue
             if got.rows:
-                columns = await self.crew.client.fetch(got.rows, ["advantage"], timeout=30)
+                columns = await self.processes.client.fetch(got.rows, ["advantage"], timeout=30)
                 sums.update(tuple(map(int, columns["advantage"].row(i))) for i in range(len(got.rows)))
             await asyncio.sleep(0.03)
             if self.rng.random() < 0.05:
@@ -56,23 +56,23 @@ class CountingTrainer:
             await self.call("commit", step=step)
 
     async def call(self, name, **words):
-        method = getattr(self.crew.client, name)
+        method = getattr(self.processes.client, name)
         words |= {"partition": P, "attempt": self.attempt, "timeout": 5}
         return await retry(lambda: method(**words), what=name, timeout=60)
 
 
-async def compute_advantages(crew):
+async def compute_advantages(processes):
     while True:
-        if rows := await crew.claim("advantage", rows=8, timeout=60):
-            await crew.complete(rows, "advantage")
+        if rows := await processes.claim("advantage", rows=8, timeout=60):
+            await processes.complete(rows, "advantage")
 
 
-async def recreate(crew, serials, per_step):
+async def recreate(processes, serials, per_step):
     known = -1
     for serial in range(serials):
-        await crew.create(serial, per_step=per_step)
+        await processes.create(serial, per_step=per_step)
     while True:
-        wanted = await crew.client.wanted(partition=P, known=known, timeout=60)
+        wanted = await processes.client.wanted(partition=P, known=known, timeout=60)
         known = wanted.revision
         for serial in sorted({meta.serial for meta in wanted.keys}):
-            await crew.create(serial, per_step=per_step)
+            await processes.create(serial, per_step=per_step)
