@@ -19,7 +19,7 @@ Named = Mapping[str, torch.Tensor]
 
 @dataclass
 class Wanted:
-    """What the reference finds: gradients by name, losses, and what they are made of, [n, longest] each."""
+    """The results of the reference: gradients by name, losses, and what they are made of, [n, longest] each."""
 
     policy: dict[str, torch.Tensor]
     critic: dict[str, torch.Tensor]

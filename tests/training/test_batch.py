@@ -1,4 +1,4 @@
-"""What a trainer makes of fetched columns: advantages by sample, by token, or the outcomes to make them of."""
+"""Tests of what a trainer makes of fetched columns: advantages by sample, by token, or the outcomes to make them of."""
 
 from __future__ import annotations
 

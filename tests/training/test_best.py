@@ -22,8 +22,10 @@ class Run:
     def __init__(self, folder: Path, *, by: str = "accuracy") -> None:
         self.folder = folder
         self.told = Directives()
-        self.keeper = BestCheckpoints(folder, by=by, evaluates=lambda step: step % 2 == 0, directives=lambda: self.told)
-        self.checkpoints = Checkpoints(folder, keep=1, also=self.keeper.keeps)
+        self.best_checkpoints = BestCheckpoints(
+            folder, by=by, evaluates=lambda step: step % 2 == 0, directives=lambda: self.told
+        )
+        self.checkpoints = Checkpoints(folder, keep=1, also=self.best_checkpoints.keeps)
 
     def tell(self, judged: int, best: int, value: float, *, by: str = "accuracy") -> None:
         self.told = Directives(judged=judged, best=Best(step=best, by=by, value=value))
@@ -37,7 +39,7 @@ class Run:
 
     @property
     def best(self) -> int | None:
-        return self.keeper.best.step if self.keeper.best is not None else None
+        return self.best_checkpoints.best.step if self.best_checkpoints.best is not None else None
 
 
 def test_the_best_stays_and_so_does_what_is_not_judged(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_an_older_attempt_whose_disk_fails_leaves_what_a_newer_one_has_written_i
 
 
 @pytest.mark.process
-def test_killed_at_any_moment_it_leaves_whole_checkpoints(tmp_path: Path) -> None:
+def test_killed_at_any_time_it_leaves_whole_checkpoints(tmp_path: Path) -> None:
     for delay in (0.05, 0.11, 0.17, 0.31):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert writer.stdout is not None

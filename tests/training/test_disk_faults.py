@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_world import GROUPS, PARTITION, SIZE, World, counting, take_seat
+from train_world import GROUPS, PARTITION, SIZE, World, counting, join_trainer
 
 from asyncflow.errors import CheckpointError
 from asyncflow.flow.schedule import Schedule
@@ -72,8 +72,10 @@ async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
     async with World(tmp_path) as world:
         await world.dispatch(1, steps)
         schedule = Schedule(steps=steps, lag=1, exact=True)
-        seat = await take_seat(world.places, counting(steps=steps), attempt=0, schedule=schedule, checkpoint_every=1)
-        checkpoints, failures = seat.trainer._checkpoints, iter(range(100))
+        joined = await join_trainer(
+            world.places, counting(steps=steps), attempt=0, schedule=schedule, checkpoint_every=1
+        )
+        checkpoints, failures = joined.trainer._checkpoints, iter(range(100))
         write = checkpoints.write
 
         def watched(manifest: CheckpointManifest, *fill: Callable[[Path], None]) -> Any:
@@ -83,7 +85,7 @@ async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
                 return write(manifest, *fill)
 
         checkpoints.write = watched  # type: ignore[method-assign]
-        assert await seat.run() == steps
+        assert await joined.run() == steps
         await world.queue.close_partition(partition=PARTITION, step=steps, timeout=10)
     assert len(disk.failed) >= 8, disk.failed
     assert "replace .manifest.json" in " ".join(disk.failed)
@@ -102,8 +104,8 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
     async with World(tmp_path) as world:
         await world.dispatch(1, 2)
         schedule = Schedule(steps=2, lag=1, exact=True)
-        seat = await take_seat(world.places, counting(steps=2), attempt=0, schedule=schedule, checkpoint_every=1)
-        write = seat.trainer._checkpoints.write
+        joined = await join_trainer(world.places, counting(steps=2), attempt=0, schedule=schedule, checkpoint_every=1)
+        write = joined.trainer._checkpoints.write
 
         def full(manifest: CheckpointManifest, *_: object) -> Any:
             tries.append(manifest.step)
@@ -112,11 +114,11 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
         def no_room(_: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        seat.trainer._checkpoints.write = full  # type: ignore[method-assign]
+        joined.trainer._checkpoints.write = full  # type: ignore[method-assign]
         with pytest.raises(
             CheckpointError, match=r"no checkpoint could be written for [0-9]+ s: .*No space left"
         ) as ended:
-            await asyncio.wait_for(seat.run(), 20)
+            await asyncio.wait_for(joined.run(), 20)
     assert str(ended.value).count("\n") == 0
     assert tries[0] == 1
     assert tries.count(2) > 1
@@ -129,16 +131,16 @@ async def test_a_trainer_that_leaves_while_the_disk_fails_leaves_with_what_is_th
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
         schedule = Schedule(steps=5, lag=1, exact=True)
-        seat = await take_seat(world.places, counting(steps=5), attempt=0, schedule=schedule, checkpoint_every=2)
-        running = asyncio.create_task(seat.run())
-        while seat.trainer.step < 3 or seat.trainer._saver.saving:
+        joined = await join_trainer(world.places, counting(steps=5), attempt=0, schedule=schedule, checkpoint_every=2)
+        running = asyncio.create_task(joined.run())
+        while joined.trainer.step < 3 or joined.trainer._saver.saving:
             await asyncio.sleep(0.01)
 
         def fail(*_: object) -> Any:
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr("asyncflow.training.checkpoint.sync", fail)
-        seat.trainer.leave()
+        joined.trainer.leave()
         assert await asyncio.wait_for(running, 20) == 3
     saved = Checkpoints(tmp_path / "checkpoints").latest()
     assert saved is not None

@@ -12,7 +12,7 @@ import pytest
 from test_torch_backend import assert_same_bits, backend, weights
 from test_trainer import PowerCut, stop_at
 from train_reference import TEMPERATURE, samples
-from train_world import World, take_seat
+from train_world import World, join_trainer
 
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Loss
@@ -90,7 +90,7 @@ async def test_each_step_has_the_weights_of_one_step_behind_and_a_killed_run_end
             await world.dispatch(1, STEPS)
             for attempt in range(1 if killed_after == STEPS else 2):
                 watched = Watched()
-                seat = await take_seat(
+                joined = await join_trainer(
                     world.places,
                     watched,
                     attempt=attempt,
@@ -100,11 +100,11 @@ async def test_each_step_has_the_weights_of_one_step_behind_and_a_killed_run_end
                     checkpoint_every=1,
                 )
                 if attempt == 0:
-                    seat.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
-                        killed_after, seat.trainer._checkpoints
+                    joined.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
+                        killed_after, joined.trainer._checkpoints
                     )
                 with suppress(PowerCut):
-                    assert await seat.run() == STEPS
+                    assert await joined.run() == STEPS
                 if killed_after == STEPS:
                     assert sorted(watched.given) == [2, 3, 4]
                     for step, given in watched.given.items():
@@ -141,10 +141,12 @@ async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_th
     async with World(tmp_path, whole=True) as world:
         await world.dispatch(1, STEPS)
         before = Schedule(steps=2, lag=0, exact=True)
-        seat = await take_seat(world.places, recomputing, attempt=0, schedule=before, model=tiny_folder, whole=True)
-        assert await seat.run() == 2
+        joined = await join_trainer(
+            world.places, recomputing, attempt=0, schedule=before, model=tiny_folder, whole=True
+        )
+        assert await joined.run() == 2
         group, watched = Asked(), Watched()
-        seat = await take_seat(
+        joined = await join_trainer(
             world.places,
             watched,
             attempt=1,
@@ -154,7 +156,7 @@ async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_th
             slot_tokens=16,
             whole=True,
         )
-        assert await seat.run() == STEPS
+        assert await joined.run() == STEPS
     assert sorted(watched.given) == [4]
     assert watched.ratios[3] == 1
     assert watched.ratios[4] > 1

@@ -1,4 +1,4 @@
-"""What an NPU's attention kernel is asked for is attention under the pack's mask, and torch_npu says what it lacks.
+"""An NPU's attention kernel is asked for attention under the pack's mask, and torch_npu says what it lacks.
 
 The kernel is played by what its documentation says of it: nothing here has run on an NPU.
 """

@@ -21,7 +21,7 @@ def flat(groups: list[tuple[list[int], list[list[int]]]]) -> tuple[list[np.ndarr
 
 
 def context(pack: Pack, row: int) -> list[tuple[int, int]]:
-    """What the model sees at a row: tokens with their positions, in the order of positions."""
+    """Return what the model sees at a row: tokens with their positions, in the order of positions."""
     seen = np.flatnonzero(pack.mask()[row])
     return sorted((int(pack.positions[i]), int(pack.ids[i])) for i in seen)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_world import GROUPS, PARTITION, SIZE, World, counting, take_seat
+from train_world import GROUPS, PARTITION, SIZE, World, counting, join_trainer
 
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.ledger.audit import audit_ledger
@@ -69,16 +69,16 @@ async def test_what_a_checkpoint_holds_the_ledger_holds_too(tmp_path: Path) -> N
     with power_cuts(run, tmp_path) as images:
         async with World(run) as world:
             await world.dispatch(1, STEPS)
-            seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
-            assert await seat.run() == STEPS
+            joined = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+            assert await joined.run() == STEPS
     assert len(images) == STEPS // 2
     for image in images:
         saved = Checkpoints(image / "checkpoints").latest()
         assert saved is not None
         async with World(image) as world:
-            seat = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
-            running = asyncio.create_task(seat.run())
-            while not seat.trainer.begun:  # until then, rows of steps after the checkpoint count as trained
+            joined = await join_trainer(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+            running = asyncio.create_task(joined.run())
+            while not joined.trainer.begun:  # until then, rows of steps after the checkpoint count as trained
                 await asyncio.sleep(0.01)
             await dispatch_again(world, saved.manifest.step + 1)
             assert await running == STEPS

@@ -25,7 +25,7 @@ from train_reference import (
     relative_error,
     samples,
 )
-from train_world import GROUPS, PARTITION, SIZE, World, take_seat
+from train_world import GROUPS, PARTITION, SIZE, World, join_trainer
 
 from asyncflow.algorithms.loss import Aggregation, AggregationName, Loss
 from asyncflow.algorithms.losses import Clip
@@ -168,7 +168,7 @@ def test_a_streamed_step_is_that_of_one_padded_batch(
 
 
 @pytest.mark.parametrize(("whiten", "penalty"), [(False, 0), (True, 0), (False, 0.3)])
-def test_later_updates_keep_the_values_from_before_the_step(
+def test_all_updates_keep_the_values_from_before_the_step(
     tiny_folder: Path, in_float64: None, whiten: bool, penalty: float
 ) -> None:
     options, batch = msgspec.structs.replace(OPTIONS, whiten=whiten), rewarded(samples())
@@ -273,7 +273,7 @@ async def test_a_run_that_was_killed_and_resumed_ends_with_the_same_critic(
         async with World(folder, whole=True) as world:
             await world.dispatch(1, 4)
             for attempt in (0, 1):
-                seat = await take_seat(
+                joined = await join_trainer(
                     world.places,
                     lambda group: TorchBackend(SETTINGS, group=group),
                     attempt=attempt,
@@ -284,11 +284,11 @@ async def test_a_run_that_was_killed_and_resumed_ends_with_the_same_critic(
                     checkpoint_every=1,
                 )
                 if attempt == 0:
-                    seat.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
-                        killed_after, seat.trainer._checkpoints
+                    joined.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
+                        killed_after, joined.trainer._checkpoints
                     )
                 with suppress(PowerCut):
-                    assert await seat.run() == 4
+                    assert await joined.run() == 4
             assert world.catalogue.newest == Version(1, 4)
             await world.queue.close_partition(partition=PARTITION, step=4, timeout=10)
         report = audit_ledger(folder / "ledger")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_world import Seat, World, counting, take_seat, training
+from train_world import JoinedTrainer, World, counting, join_trainer, training
 
 from asyncflow.errors import Fenced
 from asyncflow.flow.schedule import Schedule
@@ -48,9 +48,9 @@ class Watched:
         return backend
 
 
-def hold(seat: Seat, what: str, *, from_step: int) -> threading.Event:
+def hold(joined: JoinedTrainer, what: str, *, from_step: int) -> threading.Event:
     """Make the sender stop in ``what`` it does with versions from ``from_step`` on, until the event is set."""
-    go_on, done = threading.Event(), getattr(seat.sender, what)
+    go_on, done = threading.Event(), getattr(joined.sender, what)
 
     def held_up(first: Any, *rest: Any) -> Any:
         version = first if isinstance(first, Version) else first.version
@@ -58,7 +58,7 @@ def hold(seat: Seat, what: str, *, from_step: int) -> threading.Event:
             assert go_on.wait(20)
         return done(first, *rest)
 
-    setattr(seat.sender, what, held_up)
+    setattr(joined.sender, what, held_up)
     return go_on
 
 
@@ -75,17 +75,17 @@ async def test_the_next_step_is_computed_meanwhile_and_each_version_is_what_its_
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
         watched = Watched(training(steps=STEPS))
-        seat = await take_seat(world.places, watched, attempt=0, schedule=DELAYED, model=tiny_folder)
-        go_on = hold(seat, held_up, from_step=1)
+        joined = await join_trainer(world.places, watched, attempt=0, schedule=DELAYED, model=tiny_folder)
+        go_on = hold(joined, held_up, from_step=1)
         published: dict[int, dict[str, np.ndarray]] = {}
-        announce = seat.sender.announce
+        announce = joined.sender.announce
 
         async def announced(copied: Any, part: Any, **how: Any) -> bool:
             published[copied.version.step] = {name: array.copy() for name, array in copied.arena.arrays.items()}
             return await announce(copied, part, **how)
 
-        seat.sender.announce = announced  # type: ignore[method-assign]
-        running = asyncio.create_task(seat.run())
+        joined.sender.announce = announced  # type: ignore[method-assign]
+        running = asyncio.create_task(joined.run())
         await until(lambda: bool(watched.made))
         first = watched.micro_batches
         await until(lambda: watched.micro_batches > first)
@@ -106,10 +106,10 @@ async def test_the_next_step_is_computed_meanwhile_and_each_version_is_what_its_
 async def test_all_versions_are_announced_when_the_trainer_is_done(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
-        go_on = hold(seat, "part", from_step=STEPS)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: len(seat.talk.reports) == STEPS)
+        joined = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        go_on = hold(joined, "part", from_step=STEPS)
+        running = asyncio.create_task(joined.run())
+        await until(lambda: len(joined.talk.reports) == STEPS)
         await asyncio.sleep(0.1)
         assert not running.done()
         go_on.set()
@@ -122,9 +122,11 @@ async def test_each_publication_is_told_once_when_it_ends(tmp_path: Path) -> Non
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
         schedule = Schedule(steps=STEPS, lag=3, exact=True, sync_every=2)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=schedule, announced=told.append)
-        assert await seat.run() == STEPS
-    assert [said.published for said in seat.talk.reports] == [False, True, False, True]
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=schedule, announced=told.append
+        )
+        assert await joined.run() == STEPS
+    assert [said.published for said in joined.talk.reports] == [False, True, False, True]
     assert len(told) == 3, "θ_0, θ_2 and θ_4"
     assert all(seconds > 0 for seconds in told)
 
@@ -132,11 +134,11 @@ async def test_each_publication_is_told_once_when_it_ends(tmp_path: Path) -> Non
 async def test_a_trainer_that_is_told_to_leave_does_not_wait_for_a_publication_without_end(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
-        go_on = hold(seat, "part", from_step=1)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: len(seat.talk.reports) == 1)
-        seat.trainer.leave()
+        joined = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        go_on = hold(joined, "part", from_step=1)
+        running = asyncio.create_task(joined.run())
+        await until(lambda: len(joined.talk.reports) == 1)
+        joined.trainer.leave()
         assert await asyncio.wait_for(running, 10) in (1, 2)
         go_on.set()
 
@@ -144,10 +146,10 @@ async def test_a_trainer_that_is_told_to_leave_does_not_wait_for_a_publication_w
 async def test_a_trainer_learns_from_a_refused_publication_that_it_was_replaced(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 1)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
-        go_on = hold(seat, "part", from_step=1)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: len(seat.talk.reports) == 1)
+        joined = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        go_on = hold(joined, "part", from_step=1)
+        running = asyncio.create_task(joined.run())
+        await until(lambda: len(joined.talk.reports) == 1)
         world.catalogue.fence(1)
         go_on.set()
         with pytest.raises(Fenced):

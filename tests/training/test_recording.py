@@ -1,4 +1,4 @@
-"""What a rank writes down of its steps, and what is read of it."""
+"""Tests of what a rank writes down of its steps, and what is read of it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Found:
-    """What one rank finds; its checkpoint of adapters is there for two."""
+    """The findings of one rank; its checkpoint of adapters is there for two."""
     return all_runs(folder, SingleProcess())
 
 

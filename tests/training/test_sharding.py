@@ -58,7 +58,7 @@ def alone() -> TorchBackend:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Found:
-    """What one rank finds; its checkpoint is there for two."""
+    """The findings of one rank; its checkpoint is there for two."""
     backend = alone()
     backend.load(folder / "model", checkpoint=None)
     found: Found = {"held": held_bytes(backend)}
@@ -89,7 +89,7 @@ def one(folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def gangs(folder: Path, one: Found) -> dict[int, list[Found]]:
-    """What the ranks find: two, which leave checkpoints for four."""
+    """The findings of the ranks: of two, which leave checkpoints for four."""
     return {world: gang("shards", folder, world, within_s=400) for world in WORLDS}
 
 
@@ -121,7 +121,7 @@ def test_the_probe_and_the_rounded_weights_are_those_of_one_rank(gangs: Any, one
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_holds_its_share_of_parameters_gradients_and_moments(gangs: Any, one: Found, world: int) -> None:
+def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(gangs: Any, one: Found, world: int) -> None:
     for rank in gangs[world]:
         assert rank["held"] <= 1.2 / world * one["held"]
 

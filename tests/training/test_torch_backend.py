@@ -1,4 +1,4 @@
-"""What the torch backend keeps beside its gradient: bits over a resume, exactness of what is left out, metrics."""
+"""Tests of the torch backend beside its gradient: bits over a resume, exactness of what is left out, metrics."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_other_families_have_the_same_logprobs_in_packs(family: str, layout: Lay
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, GraniteConfig], ids=["plain", "scaled-logits"])
-def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(family: Any, tmp_path: Path) -> None:
+def test_logits_of_a_pack_exist_a_chunk_at_a_time_unless_the_model_changes_them(family: Any, tmp_path: Path) -> None:
     torch.manual_seed(2)
     scaled = {"logits_scaling": 4.0, "pad_token_id": 0} if family is GraniteConfig else {}
     AutoModelForCausalLM.from_config(family(**SIZES, **scaled)).save_pretrained(tmp_path)
@@ -331,7 +331,7 @@ def test_logits_of_a_pack_exist_a_piece_at_a_time_unless_the_model_changes_them(
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-def test_pieces_in_bfloat16_add_up_the_gradient_of_the_head_in_float32(tiny_folder: Path) -> None:
+def test_chunks_in_bfloat16_add_up_the_gradient_of_the_head_in_float32(tiny_folder: Path) -> None:
     batch = samples()
     columns = ([column.row(i) for i in range(len(batch))] for column in (batch.prompts, batch.responses))
     pack = next(iter(pack_samples(*columns, [0] * len(batch), layout="separate", budget=1000)))
@@ -341,8 +341,8 @@ def test_pieces_in_bfloat16_add_up_the_gradient_of_the_head_in_float32(tiny_fold
         logprobs, _ = model(pack, entropy=False)
         logprobs.sum().backward()
         gradients.append(model.model.get_output_embeddings().weight.grad)
-    exact, whole, pieces = gradients
-    assert torch.linalg.norm(pieces - exact) < 1.2 * torch.linalg.norm(whole - exact)
+    exact, whole, chunks = gradients
+    assert torch.linalg.norm(chunks - exact) < 1.2 * torch.linalg.norm(whole - exact)
 
 
 def test_attention_that_packs_cannot_do_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens fit a device, and what becomes of a step in which memory runs out."""
+"""Tests of how many tokens fit a device, and what becomes of a step in which memory runs out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_trials_leave_out_no_token_and_are_as_long_as_samples() -> None:
 
 
 class Device:
-    """What ``torch.accelerator`` says of a device whose memory holds a model and the packs of one pass."""
+    """The answers of ``torch.accelerator`` about a device whose memory holds a model and the packs of one pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int, each: int, fixed: int) -> None:
         self.free, self.each, self.fixed = free, each, fixed

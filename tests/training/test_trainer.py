@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_seat, training
+from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, join_trainer, training
 
 from asyncflow.errors import Diverged, Fenced, PeerLost, ProtocolError, RowsLost, StaleHandle
 from asyncflow.flow.schedule import Schedule
@@ -45,10 +45,10 @@ async def until(condition: object, what: str, *, within_s: float = 20) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Path, whole: bool) -> None:
     async with World(tmp_path, whole=whole) as world:
-        seat = await take_seat(
+        joined = await join_trainer(
             world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, whole=whole, slot_tokens=16
         )
-        running = asyncio.create_task(seat.run())
+        running = asyncio.create_task(joined.run())
         await world.dispatch(1, STEPS, shuffled=1)
         assert await running == STEPS
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
@@ -57,20 +57,20 @@ async def test_every_sample_is_trained_once_and_every_step_is_told(tmp_path: Pat
     report = audit_ledger(tmp_path / "ledger")
     assert report.ok, report
     assert report.trained == STEPS * GROUPS * SIZE
-    assert [said.step for said in seat.talk.reports] == list(range(1, STEPS + 1))
-    assert {said.reward for said in seat.talk.reports} == {0.5}
-    assert {said.samples for said in seat.talk.reports} == {GROUPS * SIZE}
-    assert [said.staleness_start_max for said in seat.talk.reports] == [0, 1, 1, 1, 1]
-    assert len({said.keys for said in seat.talk.reports}) == STEPS
-    for said in seat.talk.reports:
+    assert [said.step for said in joined.talk.reports] == list(range(1, STEPS + 1))
+    assert {said.reward for said in joined.talk.reports} == {0.5}
+    assert {said.samples for said in joined.talk.reports} == {GROUPS * SIZE}
+    assert [said.staleness_start_max for said in joined.talk.reports] == [0, 1, 1, 1, 1]
+    assert len({said.keys for said in joined.talk.reports}) == STEPS
+    for said in joined.talk.reports:
         assert said.seconds.wall >= said.seconds.compute + said.seconds.optimizer + said.seconds.wait - 1e-3
-    assert sum(said.seconds.checkpoint for said in seat.talk.reports) > 0
+    assert sum(said.seconds.checkpoint for said in joined.talk.reports) > 0
 
 
 async def test_versions_that_are_evaluated_have_a_checkpoint_where_asked_for(tmp_path: Path) -> None:
     schedule = Schedule(steps=STEPS, lag=1, exact=True, eval_every=2)
     async with World(tmp_path) as world:
-        seat = await take_seat(
+        joined = await join_trainer(
             world.places,
             counting(steps=STEPS),
             attempt=0,
@@ -79,10 +79,10 @@ async def test_versions_that_are_evaluated_have_a_checkpoint_where_asked_for(tmp
             checkpoint_evaluated=True,
         )
         written: list[int] = []
-        seat.trainer._saver._checkpoints = Checkpoints(
+        joined.trainer._saver._checkpoints = Checkpoints(
             tmp_path / "checkpoints", also=lambda steps: set(written.extend(steps[-1:]) or steps)
         )
-        running = asyncio.create_task(seat.run())
+        running = asyncio.create_task(joined.run())
         await world.dispatch(1, STEPS)
         assert await running == STEPS
     assert written == [2, 4, 5]
@@ -91,13 +91,13 @@ async def test_versions_that_are_evaluated_have_a_checkpoint_where_asked_for(tmp
 async def test_a_resumed_trainer_goes_on_at_its_checkpoint(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        first = await take_seat(
+        first = await join_trainer(
             world.places, counting(steps=STEPS), attempt=0, schedule=Schedule(steps=3, lag=1, exact=True)
         )
         first.trainer._checkpoints.write = stop_at(2, first.trainer._checkpoints)  # type: ignore[method-assign]
         with pytest.raises(PowerCut):
             await first.run()
-        second = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        second = await join_trainer(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
         assert await second.run() == STEPS
         assert [said.step for said in second.talk.reports] == [3, 4, 5]
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
@@ -111,7 +111,7 @@ async def test_a_run_that_was_killed_and_resumed_ends_with_the_same_bits(tmp_pat
         async with World(folder, whole=True) as world:
             await world.dispatch(1, 4)
             for attempt in (0, 1):
-                seat = await take_seat(
+                joined = await join_trainer(
                     world.places,
                     training(steps=4),
                     attempt=attempt,
@@ -121,12 +121,12 @@ async def test_a_run_that_was_killed_and_resumed_ends_with_the_same_bits(tmp_pat
                     checkpoint_every=1,
                 )
                 if attempt == 0:
-                    seat.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
-                        killed_after, seat.trainer._checkpoints
+                    joined.trainer._checkpoints.write = stop_at(  # type: ignore[method-assign]
+                        killed_after, joined.trainer._checkpoints
                     )
                 with suppress(PowerCut):
-                    assert await seat.run() == 4
-            assert [said.step for said in seat.talk.reports] == list(range(killed_after + 1, 5))
+                    assert await joined.run() == 4
+            assert [said.step for said in joined.talk.reports] == list(range(killed_after + 1, 5))
         latest = Checkpoints(folder / "checkpoints").latest()
         assert latest is not None
         return (latest.folder / "model.safetensors").read_bytes()
@@ -150,17 +150,17 @@ def stop_at(step: int, checkpoints: Checkpoints) -> object:
     return guarded
 
 
-async def test_a_checkpoint_carries_the_versions_that_later_steps_still_need(tmp_path: Path) -> None:
+async def test_a_checkpoint_carries_the_versions_that_steps_after_it_still_need(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        first = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        first = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
         first.trainer._checkpoints.write = stop_at(4, first.trainer._checkpoints)  # type: ignore[method-assign]
         with pytest.raises(PowerCut):
             await first.run()
         latest = Checkpoints(tmp_path / "checkpoints").latest()
         assert latest is not None
         assert latest.manifest.carried == [3]
-        second = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        second = await join_trainer(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
         await second.trainer._start()
         assert second.sender.versions == [Version(1, 3), Version(1, 4)]
         held = second.sender._holder.copies
@@ -172,10 +172,10 @@ async def test_a_checkpoint_carries_the_versions_that_later_steps_still_need(tmp
 async def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 1)
-        old = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
+        old = await join_trainer(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED)
         running = asyncio.create_task(old.run())
         await until(lambda: old.trainer.step == 1, "the first step")
-        new = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        new = await join_trainer(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
         following = asyncio.create_task(new.run())
         with pytest.raises(Fenced):
             await running
@@ -187,10 +187,12 @@ async def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
 async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
-        seat.trainer.leave()
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0
+        )
+        running = asyncio.create_task(joined.run())
+        await until(lambda: joined.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
+        joined.trainer.leave()
         assert await running == 3
         assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
@@ -200,8 +202,10 @@ async def test_leaving_writes_what_is_done_and_commits_it(tmp_path: Path) -> Non
 async def test_leaving_writes_what_is_done_although_a_publication_fails(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
-        announce, fails = seat.sender.announce, asyncio.Event()
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0
+        )
+        announce, fails = joined.sender.announce, asyncio.Event()
 
         async def failing(copied: Any, part: Any, **how: Any) -> bool:
             if copied.version.step == 3:
@@ -209,11 +213,11 @@ async def test_leaving_writes_what_is_done_although_a_publication_fails(tmp_path
                 raise ProtocolError("it cannot be announced", where="driver")
             return await announce(copied, part, **how)
 
-        seat.sender.announce = failing  # type: ignore[method-assign]
-        running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
+        joined.sender.announce = failing  # type: ignore[method-assign]
+        running = asyncio.create_task(joined.run())
+        await until(lambda: joined.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
         fails.set()
-        seat.trainer.leave()
+        joined.trainer.leave()
         with pytest.raises(ProtocolError, match="it cannot be announced"):
             await running
         assert counts(tmp_path)[: 3 * GROUPS * SIZE] == [1] * (3 * GROUPS * SIZE)
@@ -225,20 +229,22 @@ async def test_leaving_without_a_controller_is_over_in_time_and_leaves_no_checkp
 ) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=2)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=2
+        )
+        running = asyncio.create_task(joined.run())
+        await until(lambda: joined.trainer.status()["waiting_for"] == "slot 0 of step 4", "the fourth step")
         tried = asyncio.Event()
 
         async def away(**_: float) -> None:
             tried.set()
             raise PeerLost("nobody answers", where="controller")
 
-        seat.queue.sync = away  # type: ignore[assignment, method-assign]
+        joined.queue.sync = away  # type: ignore[assignment, method-assign]
         if asked_before:
-            seat.talk.directives = Directives(checkpoint=1)
+            joined.talk.directives = Directives(checkpoint=1)
             await asyncio.wait_for(tried.wait(), 20)
-        seat.trainer.leave()
+        joined.trainer.leave()
         async with asyncio.timeout(8):
             assert await running == 3
     assert (
@@ -269,14 +275,14 @@ async def test_steps_are_trained_while_a_checkpoint_of_one_before_is_written(tmp
 
     async with World(tmp_path) as world:
         await world.dispatch(1, 3 if leaves else STEPS)
-        seat = await take_seat(world.places, slow, attempt=0, schedule=DELAYED, checkpoint_every=2)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.step == (3 if leaves else 4), "steps beside the checkpoint of step 2")
-        assert seat.trainer.status()["saving"]
+        joined = await join_trainer(world.places, slow, attempt=0, schedule=DELAYED, checkpoint_every=2)
+        running = asyncio.create_task(joined.run())
+        await until(lambda: joined.trainer.step == (3 if leaves else 4), "steps beside the checkpoint of step 2")
+        assert joined.trainer.status()["saving"]
         if leaves:
-            seat.trainer.leave()
+            joined.trainer.leave()
         await asyncio.sleep(0.3)
-        assert seat.trainer.step == (3 if leaves else 4), "the checkpoint of step 4 waits for that of step 2"
+        assert joined.trainer.step == (3 if leaves else 4), "the checkpoint of step 4 waits for that of step 2"
         assert not list((tmp_path / "checkpoints").glob("step-*"))
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
         assert state.last_committed_step == 0
@@ -291,32 +297,36 @@ async def test_steps_are_trained_while_a_checkpoint_of_one_before_is_written(tmp
 async def test_directives_are_obeyed_between_micro_batches(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, 2)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
-        running = asyncio.create_task(seat.run())
-        await until(lambda: seat.trainer.status()["waiting_for"] == "slot 0 of step 3", "the third step")
-        seat.talk.directives = Directives(checkpoint=1)
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0
+        )
+        running = asyncio.create_task(joined.run())
+        await until(lambda: joined.trainer.status()["waiting_for"] == "slot 0 of step 3", "the third step")
+        joined.talk.directives = Directives(checkpoint=1)
         await until(lambda: Checkpoints(tmp_path / "checkpoints").latest() is not None, "the checkpoint")
-        seat.talk.directives = Directives(stop=True)
+        joined.talk.directives = Directives(stop=True)
         assert await running == 2
 
 
 async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
-        fetch = seat.queue.fetch
+        joined = await join_trainer(
+            world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0
+        )
+        fetch = joined.queue.fetch
 
         async def lost(rows: list[LeasedRow], *columns: object, **how: object) -> object:
             if rows[0].meta.step == 4:
                 raise StaleHandle("the row was lost")
             return await fetch(rows, *columns, **how)  # type: ignore[arg-type]
 
-        seat.queue.fetch = lost  # type: ignore[assignment, method-assign]
+        joined.queue.fetch = lost  # type: ignore[assignment, method-assign]
         with pytest.raises(RowsLost, match="the row was lost"):
-            await seat.run()
+            await joined.run()
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
         assert state.last_committed_step == 3
-        again = await take_seat(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
+        again = await join_trainer(world.places, counting(steps=STEPS), attempt=1, schedule=DELAYED)
         assert await again.run() == STEPS
         assert counts(tmp_path) == [1] * (STEPS * GROUPS * SIZE)
 
@@ -336,9 +346,9 @@ async def test_training_that_diverged_leaves_a_checkpoint_of_what_was_complete(t
 
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
-        seat = await take_seat(world.places, diverging, attempt=0, schedule=DELAYED)
+        joined = await join_trainer(world.places, diverging, attempt=0, schedule=DELAYED)
         with pytest.raises(Diverged):
-            await seat.run()
+            await joined.run()
         state = await world.queue.snapshot(partition=PARTITION, timeout=10)
         assert state.last_committed_step == 3
 
@@ -349,10 +359,10 @@ async def test_a_step_that_lost_samples_on_the_way_is_refused(tmp_path: Path) ->
 
     async with World(tmp_path) as world:
         await world.dispatch(1, 1)
-        seat = await take_seat(world.places, forgetful, attempt=0, schedule=DELAYED)
-        seat.trainer._tally.samples = -1
+        joined = await join_trainer(world.places, forgetful, attempt=0, schedule=DELAYED)
+        joined.trainer._tally.samples = -1
         with pytest.raises(ProtocolError, match=f"has {GROUPS * SIZE} samples, but {GROUPS * SIZE - 1} came"):
-            await seat.run()
+            await joined.run()
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -362,7 +372,7 @@ async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS)
         delayed = Schedule(steps=STEPS, lag=1, exact=exact)
-        first = await take_seat(
+        first = await join_trainer(
             world.places,
             training(steps=STEPS),
             attempt=0,
@@ -370,7 +380,7 @@ async def test_the_engine_is_measured_in_every_step_although_its_samples_are_of_
             model=tiny_folder,
         )
         assert await first.run() == 3
-        again = await take_seat(world.places, training(steps=STEPS), attempt=1, schedule=delayed, model=tiny_folder)
+        again = await join_trainer(world.places, training(steps=STEPS), attempt=1, schedule=delayed, model=tiny_folder)
         assert await again.run() == STEPS
     tokens = [said.metrics["logprob_gap_tokens"] for said in (*first.talk.reports, *again.talk.reports)]
     at_hand = [True, True, True, exact, True]
@@ -393,7 +403,7 @@ async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Pat
                 backends.append(TorchBackend(settings, group=group))
                 return backends[0]
 
-            seat = await take_seat(
+            joined = await join_trainer(
                 world.places,
                 backend,
                 attempt=0,
@@ -402,7 +412,7 @@ async def test_both_loops_make_the_same_weights(tmp_path: Path, tiny_folder: Pat
                 whole=whole,
                 slot_tokens=16,
             )
-            running = asyncio.create_task(seat.run())
+            running = asyncio.create_task(joined.run())
             await world.dispatch(1, 2, shuffled=3)
             assert await running == 2
             made.append({name: array.copy() for name, array in backends[0].tensors()})
@@ -531,7 +541,7 @@ async def test_a_rank_that_is_killed_ends_the_gang_which_goes_on_from_its_checkp
         assert {piece.holder for piece in slices} == {"trainer-0-0", "trainer-1-0"}
         gang[1].process.kill()
         assert await gang[0].ended(60) not in (None, 0)
-        again = await take_seat(
+        again = await join_trainer(
             world.places,
             training(steps=steps),
             attempt=1,

@@ -1,6 +1,6 @@
 """The losses and gradients of whole batches are those of trl's trainers, where trl has the same algorithm.
 
-trl's own trainer computes on the same tiny model and the same padded batch, ours on streamed packs.
+trl's own trainer computes on the same tiny model and the same padded batch, that of AsyncFlow on streamed packs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAD = 0
 BETA = 0.3
 
 
-def ours(folder: Path, batch: MicroBatch, loss: Loss, *, temperature: float = TEMPERATURE) -> tuple[float, Any]:
+def streamed(folder: Path, batch: MicroBatch, loss: Loss, *, temperature: float = TEMPERATURE) -> tuple[float, Any]:
     """Loss and gradient of the samples, streamed in two slots of whole groups."""
     optimizer = OptimizerSettings(learning_rate=1e-3, steps=1, max_grad_norm=0)
     settings = BackendSettings(optimizer=optimizer, loss=loss, temperature=temperature, threads=1, pack_tokens=40)
@@ -127,7 +127,7 @@ def test_the_loss_of_a_group_relative_algorithm_is_trls(tiny_folder: Path, tmp_p
     # trl has no bound below for cispo.
     clip = Clip(low=0.999999 if name == "cispo" else 0.2, high=0.28)
     loss = Loss(algorithm=algorithm, clip=clip, aggregation=Aggregation(name=aggregation, horizon=HORIZON))
-    got, kept = ours(tiny_folder, batch, loss)
+    got, kept = streamed(tiny_folder, batch, loss)
     assert got == pytest.approx(expected.item(), rel=1e-5)
     assert relative_error(kept, gradients(trainer.model)) < 1e-5
 
@@ -175,6 +175,6 @@ def test_the_loss_of_pairs_is_trls(tiny_folder: Path, tmp_path: Path, algorithm:
     expected = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     expected.backward()
     loss = Loss(algorithm=algorithm(DpoOptions(beta=BETA)), aggregation=Aggregation(name="seq-mean-token-sum"))
-    got, kept = ours(tiny_folder, batch, loss, temperature=1.0)
+    got, kept = streamed(tiny_folder, batch, loss, temperature=1.0)
     assert got == pytest.approx(expected.item(), rel=1e-5)
     assert relative_error(kept, gradients(trainer.model)) < 1e-5

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_torch_backend import assert_same_bits, backend, weights
 from train_reference import TEMPERATURE, part, samples
-from train_world import GROUPS, PARTITION, SIZE, Seat, World, counting, take_seat, training
+from train_world import GROUPS, PARTITION, SIZE, JoinedTrainer, World, counting, join_trainer, training
 
 from asyncflow.algorithms.loss import Loss
 from asyncflow.algorithms.reinforce import ReinforcePlusPlus
@@ -151,23 +151,23 @@ def test_a_step_is_skipped_only_where_no_update_moved(tiny_folder: Path) -> None
         step(5, broken, broken)
 
 
-async def seated(
+async def joined_on_policy(
     world: World, made: Callable[[ProcessGroup], TrainerBackend], *, attempt: int = 0, **more: Any
-) -> Seat:
-    return await take_seat(world.places, made, attempt=attempt, schedule=ON_POLICY, checkpoint_every=1, **more)
+) -> JoinedTrainer:
+    return await join_trainer(world.places, made, attempt=attempt, schedule=ON_POLICY, checkpoint_every=1, **more)
 
 
 async def test_every_sample_is_trained_once_in_each_epoch(tmp_path: Path) -> None:
     async with World(tmp_path) as world:
         await world.dispatch(1, STEPS, shuffled=1)
-        seat = await seated(world, counting(steps=STEPS), epochs=3, mini_batches=2, slot_tokens=16)
-        assert await seat.run() == STEPS
+        joined = await joined_on_policy(world, counting(steps=STEPS), epochs=3, mini_batches=2, slot_tokens=16)
+        assert await joined.run() == STEPS
         assert world.catalogue.newest == Version(0, STEPS)
         await world.queue.close_partition(partition=PARTITION, step=STEPS, timeout=10)
     latest = Checkpoints(tmp_path / "checkpoints").latest()
     assert latest is not None
     assert np.load(latest.folder / "counts.npy").tolist() == [3] * (STEPS * GROUPS * SIZE)
-    assert {said.samples for said in seat.talk.reports} == {GROUPS * SIZE}
+    assert {said.samples for said in joined.talk.reports} == {GROUPS * SIZE}
     report = audit_ledger(tmp_path / "ledger")
     assert report.ok, report
     assert report.trained == STEPS * GROUPS * SIZE
@@ -179,9 +179,11 @@ async def test_advantages_of_a_whole_step_do_not_depend_on_slots_and_arrival(tmp
     async def train(folder: Path, *, slot_tokens: int, shuffled: int) -> dict[str, torch.Tensor]:
         async with World(folder) as world:
             await world.dispatch(1, STEPS, shuffled=shuffled)
-            seat = await seated(world, training(steps=STEPS, loss=loss), model=tiny_folder, slot_tokens=slot_tokens)
-            assert await seat.run() == STEPS
-        assert all("penalty_kl" in said.metrics for said in seat.talk.reports)
+            joined = await joined_on_policy(
+                world, training(steps=STEPS, loss=loss), model=tiny_folder, slot_tokens=slot_tokens
+            )
+            assert await joined.run() == STEPS
+        assert all("penalty_kl" in said.metrics for said in joined.talk.reports)
         latest = Checkpoints(folder / "checkpoints").latest()
         assert latest is not None
         return load_file(latest.folder / "model.safetensors")
@@ -200,12 +202,12 @@ async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: P
     async def train(folder: Path, *, leaves_in: int | None) -> bytes:
         async with World(folder, whole=True) as world:
             await world.dispatch(1, STEPS)
-            first = await seated(world, training(steps=STEPS), **more)
+            first = await joined_on_policy(world, training(steps=STEPS), **more)
             leave_in_the_midst(first, leaves_in)
             done = await first.run()
             if leaves_in is not None:
                 assert done == leaves_in
-                assert await (await seated(world, training(steps=STEPS), attempt=1, **more)).run() == STEPS
+                assert await (await joined_on_policy(world, training(steps=STEPS), attempt=1, **more)).run() == STEPS
         latest = Checkpoints(folder / "checkpoints").latest()
         assert latest is not None
         return (latest.folder / "model.safetensors").read_bytes()
@@ -216,28 +218,28 @@ async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: P
 async def test_weights_between_the_updates_of_a_step_are_never_saved(tmp_path: Path, tiny_folder: Path) -> None:
     async with World(tmp_path, whole=True) as world:
         await world.dispatch(1, STEPS)
-        seat = await seated(world, training(steps=STEPS), model=tiny_folder, epochs=2, mini_batches=GROUPS)
-        update, updates = seat.trainer._backend.update, iter(range(100))
+        joined = await joined_on_policy(world, training(steps=STEPS), model=tiny_folder, epochs=2, mini_batches=GROUPS)
+        update, updates = joined.trainer._backend.update, iter(range(100))
 
         def fails_in_the_second_step(number: int) -> None:
             update(number)
             if number == 2 and next(updates) == 1:
                 raise ManifestError("out of memory", where="here")
 
-        seat.trainer._backend.update = fails_in_the_second_step  # type: ignore[method-assign]
+        joined.trainer._backend.update = fails_in_the_second_step  # type: ignore[method-assign]
         with pytest.raises(ManifestError, match="out of memory"):
-            await seat.run()
+            await joined.run()
     latest = Checkpoints(tmp_path / "checkpoints").latest()
     assert latest is not None
     assert latest.manifest.step == 1
     saved = load_file(latest.folder / "model.safetensors")
-    now = {name: array for name, array in seat.trainer._backend.tensors() if isinstance(array, np.ndarray)}
+    now = {name: array for name, array in joined.trainer._backend.tensors() if isinstance(array, np.ndarray)}
     assert any(not np.array_equal(saved[name].numpy(), array) for name, array in now.items())
 
 
-def leave_in_the_midst(seat: Seat, step: int | None) -> None:
+def leave_in_the_midst(joined: JoinedTrainer, step: int | None) -> None:
     """Tell the trainer to leave after the first update of ``step``; a group that has left gathers nothing."""
-    trainer, loop = seat.trainer, asyncio.get_running_loop()
+    trainer, loop = joined.trainer, asyncio.get_running_loop()
     update, gather = trainer._backend.update, trainer._group.gather
     told, left = threading.Event(), threading.Event()
 

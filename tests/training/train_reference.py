@@ -204,8 +204,8 @@ def aged_samples() -> MicroBatch:
     return part(samples(), range(6))
 
 
-def adapter_steps(folder: Path, group: ProcessGroup, mine: Sequence[int]) -> dict[str, np.ndarray]:
-    """Adapters after two steps of two updates each, of which this rank has the samples ``mine``."""
+def adapter_steps(folder: Path, group: ProcessGroup, own: Sequence[int]) -> dict[str, np.ndarray]:
+    """Adapters after two steps of two updates each, of which this rank has the samples ``own``."""
     # A large epsilon, so that AdamW does not blow up differences of rounding.
     optimizer = OptimizerSettings(learning_rate=1e-2, steps=2, epsilon=1e-2)
     lora = LoraSpec(rank=4, targets=("q_proj", "up_proj"))
@@ -216,7 +216,7 @@ def adapter_steps(folder: Path, group: ProcessGroup, mine: Sequence[int]) -> dic
         for half in (range(10), range(10, 20)):
             if half.start:
                 backend.update(step)
-            backend.micro_batch(part(batch, [i for i in half if i in mine]), version=None)
+            backend.micro_batch(part(batch, [i for i in half if i in own]), version=None)
         backend.finish_step(step)
     made = {name: array.copy() for name, array in backend.whole(dict(backend.tensors()))}
     backend.close()

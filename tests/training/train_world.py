@@ -40,7 +40,7 @@ UNITS = 2
 
 @dataclass
 class Places:
-    """What a process must know to take part."""
+    """Addresses that a process must know to take part."""
 
     controller: str
     units: list[str]
@@ -57,15 +57,15 @@ class Places:
 
 @dataclass
 class Talk:
-    """What a trainer and its driver say to each other."""
+    """The reports of a trainer to its driver, and the driver's directives to it."""
 
     reports: list[TrainReport] = field(default_factory=list)
     directives: Directives = field(default_factory=Directives)
 
 
 @dataclass
-class Seat:
-    """A trainer with what it holds open."""
+class JoinedTrainer:
+    """A trainer that has joined its job, with what it holds open."""
 
     trainer: Trainer
     sender: WeightSender
@@ -82,7 +82,7 @@ class Seat:
             await self.queue.close()
 
 
-async def take_seat(
+async def join_trainer(
     places: Places,
     backend: Callable[[ProcessGroup], TrainerBackend],
     *,
@@ -98,7 +98,7 @@ async def take_seat(
     mini_batches: int = 1,
     announced: Callable[[float], None] = lambda _: None,
     checkpoints: str = "checkpoints",
-) -> Seat:
+) -> JoinedTrainer:
     group = group or SingleProcess()
     worker = f"trainer-{group.rank}-{attempt}"
     member = Member(role="trainer", index=group.rank, attempt=attempt, incarnation=worker)
@@ -145,7 +145,7 @@ async def take_seat(
         materialise=lambda: None,
         announced=announced,
     )
-    return Seat(trainer, sender, membership, queue, talk)
+    return JoinedTrainer(trainer, sender, membership, queue, talk)
 
 
 class World:
@@ -311,7 +311,7 @@ async def _one_rank(told: dict[str, Any]) -> int:
         )
     schedule = Schedule(steps=steps, lag=1, exact=True)
     backend = training(steps=steps) if told["model"] else counting(steps=steps, sleep_s=told["sleep_s"])
-    seat = await take_seat(
+    joined = await join_trainer(
         places,
         backend,
         attempt=attempt,
@@ -324,8 +324,8 @@ async def _one_rank(told: dict[str, Any]) -> int:
         checkpoint_every=told["checkpoint_every"],
         checkpoints=told["checkpoints"],
     )
-    asyncio.get_running_loop().add_signal_handler(15, seat.trainer.leave)
-    step = await seat.run()
+    asyncio.get_running_loop().add_signal_handler(15, joined.trainer.leave)
+    step = await joined.run()
     ended = address.with_name(f"ended-{attempt}-{told['rank']}")
     ended.write_text(str(step))
     await group.close()
