@@ -1,4 +1,4 @@
-"""What the operator makes for a job, and a request to take it as the operator makes it."""
+"""The objects that the operator makes for a job, and a request to take it as the operator makes it."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the operator makes for a job, where there are controllers, and the newest Kueue."""
+"""Tests of what the operator makes for a job, where there are controllers, and the newest Kueue."""
 
 from dataclasses import replace
 

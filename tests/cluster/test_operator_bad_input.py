@@ -1,4 +1,4 @@
-"""What cannot work says why and what to do, costs next to nothing while it cannot, and works once it is mended."""
+"""A job that cannot work says why and what to do, costs next to nothing while it cannot, and works once mended."""
 
 import json
 import time
@@ -143,7 +143,7 @@ def test_what_is_broken_is_soon_hardly_looked_at(jobs: dict[str, OneJob], shared
         seen.append(looks() - before)
 
 
-def test_what_others_have_made_is_not_touched(
+def test_what_others_have_made_is_not_changed(
     jobs: dict[str, OneJob], kwok_plane: ControlPlane, foreign: dict[str, str]
 ) -> None:
     assert {path: identity(kwok_plane, path) for path in foreign} == foreign

@@ -55,7 +55,7 @@ class Pair:
         return {name: pod["metadata"]["uid"] for name, pod in self.world.pods().items()}
 
     def writes(self, operator: OperatorProcess) -> list[Request]:
-        """What an operator has written, its Lease aside."""
+        """Return what an operator has written, its Lease aside."""
         requests = operator_rights.of(self.world.plane, operator.process.name)
         return [each for each in requests if each.is_write and each.resource != "leases"]
 
@@ -118,7 +118,7 @@ def replicas(world: World) -> int:
 
 
 def managers(raw: dict[str, Any], path: tuple[str, ...]) -> set[str]:
-    """Who manages a field."""
+    """Return who manages a field."""
     found = set()
     for entry in raw["metadata"]["managedFields"]:
         fields = entry.get("fieldsV1")

@@ -43,13 +43,13 @@ class Life:
         )
 
     def run(self, deadly: list[int]) -> list[Stage]:
-        """Live, the operator being killed at each of these writes; give how things stood after each stage."""
+        """Live, the operator being killed at each of these writes; return how things stood after each stage."""
         self._deadly = sorted(deadly)
         self._start()
         return list(self._stages())
 
     def made(self) -> Counter[tuple[str, str]]:
-        """How often each object was made, events aside."""
+        """Return how often each object was made, events aside."""
         return Counter(
             (each.resource, _of_any_job(each.name))
             for each in operator_rights.of(self.world.plane, self.name)

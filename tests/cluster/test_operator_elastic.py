@@ -51,7 +51,7 @@ def until_wanted(job: OneJob, replicas: int, *, decided: int) -> None:
 
 def until_there(job: OneJob, *rollouts: str) -> None:
     job.until(
-        lambda: set(job.pods("rollout")) == set(rollouts) and job.crew()["rollout"] == len(rollouts),
+        lambda: set(job.pods("rollout")) == set(rollouts) and job.running_by_role()["rollout"] == len(rollouts),
         f"the rollouts {rollouts}",
     )
 
@@ -136,7 +136,7 @@ def test_a_node_that_is_taken_back_takes_its_rollouts_with_it_and_nobody_else(
     assert "nodeName" not in waiting["spec"], "there is no other node of that kind"
     job.until_says("WhyPending", "Unschedulable")
     kwok_plane.api.patch(f"/api/v1/nodes/{node}", {"spec": {"taints": None}})
-    job.until(lambda: job.crew()["rollout"] == 1, "it to run")
+    job.until(lambda: job.running_by_role()["rollout"] == 1, "it to run")
     after = job.uids()
     assert {seat for seat in before if after[seat] != before[seat]} == {"rollout-0"}
     assert job.status()["attempt"] == 0

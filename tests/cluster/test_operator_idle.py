@@ -90,7 +90,7 @@ def censuses(operator: OperatorProcess) -> float:
 
 
 def writes(plane: ControlPlane) -> list[Request]:
-    """What the operator has written, its Lease and events for people aside."""
+    """Return what the operator has written, its Lease and events for people aside."""
     return [
         each
         for each in operator_rights.of(plane, "idle")

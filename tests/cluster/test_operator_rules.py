@@ -19,7 +19,7 @@ Scraped = dict[Series, float]
 
 @pytest.fixture(scope="module")
 def scraped(kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers) -> Iterator[Scraped]:
-    """What an operator exposes of which one job's driver is silent, and another one's pod has a name that is taken."""
+    """Metrics of an operator of which one job's driver is silent, and another one's pod has a name that is taken."""
     quiet = OneJob(kwok_plane, "jobs", "quiet", drivers.of("jobs", "quiet")).create()
     taken = OneJob(kwok_plane, "jobs", "taken", drivers.of("jobs", "taken"))
     pod = {"containers": [{"name": "other", "image": "other"}], "nodeSelector": {"none": "such"}}

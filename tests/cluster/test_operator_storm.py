@@ -1,4 +1,4 @@
-"""What people do with kubectl, in a small form of benchmarks/operator/storm.py, which has three hundred events."""
+"""A small form of the storm of kubectl in benchmarks/operator/storm.py, which has three hundred events."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def storm(kwok_plane: ControlPlane) -> Iterator[Storm]:
 
 
 @pytest.mark.timeout(300)
-def test_after_a_storm_all_is_as_the_specs_say_and_nothing_of_others_was_touched(storm: Storm) -> None:
+def test_after_a_storm_all_is_as_the_specs_say_and_nothing_of_others_was_changed(storm: Storm) -> None:
     storm.begin()
     storm.run(EVENTS)
     storm.settle()

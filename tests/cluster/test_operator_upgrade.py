@@ -90,5 +90,5 @@ def looked_at(operator: OperatorProcess) -> float:
     return operator.total("asyncflow_operator_reconciles_total", kind="RLJob")
 
 
-def image(job: OneJob, seat: str) -> str:
-    return str(job.pods()[seat]["spec"]["containers"][0]["image"])
+def image(job: OneJob, pod: str) -> str:
+    return str(job.pods()[pod]["spec"]["containers"][0]["image"])

@@ -63,7 +63,7 @@ class World:
         return str(self.job().get("status", {}).get("phase", ""))
 
     def restarts(self) -> dict[str, int]:
-        """What the job's status says of failures, by role."""
+        """Return what the job's status says of failures, by role."""
         return dict(self.job().get("status", {}).get("restarts", {}))
 
     def condition(self, kind: str) -> dict[str, str]:
@@ -91,7 +91,7 @@ class World:
     def attempts(self, role: str = "") -> dict[str, str]:
         return {name: pod["metadata"]["labels"]["asyncflow.dev/attempt"] for name, pod in self.pods(role).items()}
 
-    def crew(self) -> Counter[str]:
+    def running_by_role(self) -> Counter[str]:
         """The pods that run and are not on their way out, by role."""
         return Counter(
             pod["metadata"]["labels"]["asyncflow.dev/role"]
@@ -100,7 +100,7 @@ class World:
         )
 
     def is_whole(self, **others: int) -> bool:
-        return self.crew() == Counter(WHOLE | others) and len(self.pods()) == sum((WHOLE | others).values())
+        return self.running_by_role() == Counter(WHOLE | others) and len(self.pods()) == sum((WHOLE | others).values())
 
     def annotate(self, pod: str, **annotations: str) -> None:
         """Have something happen to a pod: see hack/kube/kwok/pod.yaml."""

@@ -59,7 +59,7 @@ class Drivers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class ClusterState:
     """All that there is of a cluster beside its operator. writes: until then."""
 
     objects: dict[ObjectKey, Json]
@@ -87,10 +87,10 @@ class Cluster:
     async def close(self) -> None:
         await self._api.close()
 
-    def moment(self) -> Moment:
+    def state(self) -> ClusterState:
         """Return how things are, to go on from in another cluster."""
         server = self.server
-        return Moment(
+        return ClusterState(
             objects={key: copied(raw) for key, raw in server.objects.items()},
             made=Counter(server.made),
             version=next(server.versions),
@@ -99,19 +99,19 @@ class Cluster:
             writes=server.writes,
         )
 
-    def go_on_from(self, moment: Moment) -> None:
+    def go_on_from(self, state: ClusterState) -> None:
         """Have everything be as it was then, before an operator begins."""
         server = self.server
-        server.objects = {key: copied(raw) for key, raw in moment.objects.items()}
-        server.made = Counter(moment.made)
-        server.versions = itertools.count(moment.version)
-        self.now = moment.now
-        self.drivers.suspended = set(moment.suspended)
+        server.objects = {key: copied(raw) for key, raw in state.objects.items()}
+        server.made = Counter(state.made)
+        server.versions = itertools.count(state.version)
+        self.now = state.now
+        self.drivers.suspended = set(state.suspended)
 
     async def begin(self) -> None:
         """Start an operator: nothing is remembered, everything is listed."""
         self._due = {}
-        self.server.news.clear()
+        self.server.changes.clear()
         self._watch = ClusterWatch(
             self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0, now=lambda: self.now
         )
@@ -201,8 +201,8 @@ class Cluster:
 
     def _hear(self) -> None:
         """Take what the watches tell."""
-        news, self.server.news = self.server.news, []
-        for kind, after, raw in news:
+        changes, self.server.changes = self.server.changes, []
+        for kind, after, raw in changes:
             meta = raw["metadata"]
             if kind == "Event" or (kind in BY_NAME and BY_NAME[kind].watched == "never"):
                 continue

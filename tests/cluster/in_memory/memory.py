@@ -39,14 +39,14 @@ def _given(body: Any) -> Json:
 
 @attrs.define(kw_only=True)
 class MemoryServer(kmock.KubernetesScaffold):
-    """objects: by plural, namespace and name; made: how often each was made; news: what changed, for who watches.
+    """objects: by plural, namespace and name; made: how often each was made; changes: for who watches.
 
     deadly: the write with which the operator dies, None for none; now: unix seconds.
     """
 
     objects: dict[Key, Json] = attrs.field(factory=dict)
     made: Counter[tuple[str, ...]] = attrs.field(factory=Counter)
-    news: list[tuple[str, Json | None, Json]] = attrs.field(factory=list)
+    changes: list[tuple[str, Json | None, Json]] = attrs.field(factory=list)
     deadly: int | None = None
     dead: asyncio.Event = attrs.field(factory=asyncio.Event)
     writes: int = 0
@@ -84,7 +84,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         meta["generation"] = (before["metadata"]["generation"] if before else 0) + spec_changed
         meta["resourceVersion"] = str(next(self.versions))
         self.objects[key] = raw
-        self.news.append((KINDS[plural], copied(raw), raw))
+        self.changes.append((KINDS[plural], copied(raw), raw))
         if before is None:
             attempt = (meta.get("labels") or {}).get("asyncflow.dev/attempt", "")
             self.made[plural, meta["name"], attempt] += 1
@@ -94,7 +94,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         """Remove an object and whatever it owns."""
         meta = raw["metadata"]
         del self.objects[plural, meta.get("namespace", ""), meta["name"]]
-        self.news.append((KINDS[plural], None, raw))
+        self.changes.append((KINDS[plural], None, raw))
         for (kind, _, _), each in list(self.objects.items()):
             if any(owner["uid"] == meta["uid"] for owner in each["metadata"].get("ownerReferences", ())):
                 self.remove(kind, each)

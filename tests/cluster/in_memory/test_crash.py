@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from lives import Cluster, Moment, cluster
+from lives import Cluster, ClusterState, cluster
 from world import quickstart
 
 Stage = dict[str, Any]
@@ -110,15 +110,15 @@ async def test_killed_after_any_write_of_a_jobs_life_it_makes_the_same_objects_a
     Each time the life goes on from where the undisturbed one was before that step, until it has been the same, to the
     last object, for one step more.
     """
-    moments: list[Moment] = []
+    states: list[ClusterState] = []
     reference: list[Stage] = []
     async with cluster(begin_life) as undisturbed:
         for step in LIFE:
-            moments.append(undisturbed.moment())
+            states.append(undisturbed.state())
             reference.append(await taken(step, undisturbed))
-        moments.append(undisturbed.moment())
+        states.append(undisturbed.state())
     assert not reference[-1]["objects"]
-    for number, (before, after) in enumerate(pairwise(moments)):
+    for number, (before, after) in enumerate(pairwise(states)):
         for deadly in range(1, after.writes - before.writes + 1):
             async with cluster(lambda job, before=before: job.go_on_from(before), deadly=deadly) as killed:
                 for step, stage in list(zip(LIFE, reference, strict=True))[number : number + 2]:

@@ -42,7 +42,7 @@ SMALLEST = {
 
 
 def cases(file: str) -> list[Any]:
-    """The entries of a table of ours, as (kind, entry)."""
+    """The entries of a table of this folder, as (kind, entry)."""
     table = yaml.safe_load((HERE / file).read_text())
     return [
         pytest.param(kind, case, id=f"{kind}-{case['field']}-{number}")
@@ -136,7 +136,7 @@ def test_an_example_is_accepted(kubectl: Callable[..., str], namespace: str, fil
 
 @pytest.fixture(scope="module")
 def refusals(plane: ControlPlane) -> dict[str, str]:
-    """What kubectl and server say to each bad manifest, all applied at once."""
+    """The answers of kubectl and server to each bad manifest, all applied at once."""
     with pytest.raises(KubectlError) as refused:
         plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", str(BAD[0].parent))
     parts = re.split(r"(?=error parsing /|resource mapping not found|Error from server)", refused.value.said)

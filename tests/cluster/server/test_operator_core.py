@@ -140,15 +140,15 @@ async def test_a_kind_that_the_cluster_lacks_is_no_error(api: Api) -> None:
 
 async def test_a_plan_is_carried_out_and_known_at_once(api: Api, namespace: str) -> None:
     known = store()
-    hands = PlanExecutor(api, known, NoDriver())
-    made = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
+    executor = PlanExecutor(api, known, NoDriver())
+    made = await executor.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
     assert not made
     entry = known.get("ConfigMap", namespace, "c")
     assert entry is not None
     ended = Delete(ref=Ref("ConfigMap", "c"), uid=entry.uid, why="")
-    assert not await hands.carry_out(owner(namespace), [[ended]])
+    assert not await executor.carry_out(owner(namespace), [[ended]])
     assert known.get("ConfigMap", namespace, "c") is None
-    assert not await hands.carry_out(owner(namespace), [[ended]])
+    assert not await executor.carry_out(owner(namespace), [[ended]])
 
 
 async def test_what_is_refused_stops_only_what_needs_it(api: Api, namespace: str) -> None:
@@ -156,8 +156,8 @@ async def test_what_is_refused_stops_only_what_needs_it(api: Api, namespace: str
     wrong = Apply(manifest=config_map("Not A Name", namespace))
     beside, later, other = (Apply(manifest=config_map(name, namespace)) for name in ("beside", "later", "other"))
     needing = Apply(manifest=config_map("needing", namespace), needs=frozenset([wrong.ref, beside.ref]))
-    hands = PlanExecutor(api, known, NoDriver())
-    failures = await hands.carry_out(owner(namespace), [[wrong, beside], [later, needing]])
+    executor = PlanExecutor(api, known, NoDriver())
+    failures = await executor.carry_out(owner(namespace), [[wrong, beside], [later, needing]])
     (denial,) = failures.denied
     assert (denial.ref, denial.missing) == (wrong.ref, True)
     assert [bool(known.get("ConfigMap", namespace, name)) for name in ("beside", "later", "needing")] == [
@@ -165,7 +165,7 @@ async def test_what_is_refused_stops_only_what_needs_it(api: Api, namespace: str
         True,
         False,
     ]
-    assert not await hands.carry_out(owner(namespace), [[other, needing]], lacking=[wrong.ref])
+    assert not await executor.carry_out(owner(namespace), [[other, needing]], lacking=[wrong.ref])
     assert known.get("ConfigMap", namespace, "needing") is None
 
 
@@ -185,10 +185,10 @@ async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namesp
         f"/api/v1/namespaces/{namespace}/resourcequotas/q/status",
         {"status": {"hard": {"count/configmaps": "0"}, "used": {"count/configmaps": "0"}}},
     )
-    hands = PlanExecutor(api, store(), NoDriver())
+    executor = PlanExecutor(api, store(), NoDriver())
 
     async def denied() -> str:
-        failures = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
+        failures = await executor.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
         return "; ".join(map(str, failures.denied))
 
     for _ in range(50):
@@ -200,8 +200,8 @@ async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namesp
 
 async def test_a_namespace_that_ends_is_told(api: Api, plane: ControlPlane, namespace: str) -> None:
     plane.api.delete(f"/api/v1/namespaces/{namespace}")
-    hands = PlanExecutor(api, store(), NoDriver())
-    failures = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
+    executor = PlanExecutor(api, store(), NoDriver())
+    failures = await executor.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
     assert failures.ends
     assert not failures.denied
 

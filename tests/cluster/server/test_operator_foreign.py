@@ -1,4 +1,4 @@
-"""What somebody else made is never taken over, of every kind that the operator writes, on a real API server."""
+"""Objects that somebody else made are never taken over, of any kind that the operator writes, on a real API server."""
 
 import json
 import time
@@ -54,13 +54,13 @@ class NoDriver:
 
 
 class Cluster:
-    """A namespace with a job in it, and the operator's hands."""
+    """A namespace with a job in it, and the operator's executor of plans."""
 
     def __init__(self, plane: ControlPlane, api: Api, namespace: str) -> None:
         self.plane = plane
         self.owner = Owner(kind="RLJob", namespace=namespace, name="math", uid="0000-1111")
         self.store = ObjectStore(partial(project, now=time.time), lambda *_: None)
-        self.hands = PlanExecutor(api, self.store, NoDriver())
+        self.executor = PlanExecutor(api, self.store, NoDriver())
 
     def manifest(self, kind: str, **spec: Any) -> dict[str, Any]:
         """Return the object of this kind that the job needs."""
@@ -85,7 +85,7 @@ class Cluster:
         return self.plane.api.create(kind.path(self.owner.namespace), body)
 
     async def apply(self, manifest: dict[str, Any]) -> Failures:
-        return await self.hands.carry_out(self.owner, [[Apply(manifest=manifest)]])
+        return await self.executor.carry_out(self.owner, [[Apply(manifest=manifest)]])
 
     def see(self, kind: str, name: str) -> None:
         """Have the store know an object as a watch does."""
@@ -150,7 +150,7 @@ async def test_what_is_the_jobs_is_made_changed_and_cleared_of_what_is_wanted_no
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-async def test_one_that_has_taken_the_name_since_is_not_touched(cluster: Cluster, kind: str) -> None:
+async def test_one_that_has_taken_the_name_since_is_not_changed(cluster: Cluster, kind: str) -> None:
     manifest = cluster.manifest(kind)
     assert not await cluster.apply(manifest)
     cluster.plane.api.patch(cluster.path(manifest), {"metadata": {"finalizers": None}})
@@ -238,10 +238,10 @@ async def test_the_status_of_an_earlier_job_is_not_written_into_that_of_its_name
     body = {"apiVersion": API_VERSION, "kind": "RLJob", "metadata": {"name": "math"}, "spec": SPEC}
     owner = replace(cluster.owner, uid=cluster.plane.api.create(path, body)["metadata"]["uid"])
     for wrong in ({"phase": "Nonsense"}, {"newer": 1}):
-        failures = await cluster.hands.write_status(owner, wrong)
+        failures = await cluster.executor.write_status(owner, wrong)
         assert failures.errors
         assert not failures.gone, "the job is there, and its status is not legal"
-    failures = await cluster.hands.write_status(cluster.owner, {"phase": "Succeeded"})
+    failures = await cluster.executor.write_status(cluster.owner, {"phase": "Succeeded"})
     assert "status" not in cluster.plane.api.get(f"{path}/math")
     assert failures.gone
 
@@ -256,6 +256,6 @@ async def test_a_status_whose_maps_become_empty_is_written(cluster: Cluster) -> 
         after = JobStatus(restarts={"driver": 1}, failures={"driver": RoleRecord()}) if number == 1 else JobStatus()
         status = to_write(before, after, figures=(), alarm=Alarm(number * 100.0))
         assert status is not None
-        assert not await cluster.hands.write_status(owner, status)
+        assert not await cluster.executor.write_status(owner, status)
         before = after
     assert "restarts" not in cluster.plane.api.get(f"{path}/math")["status"]
