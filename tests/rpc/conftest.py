@@ -191,7 +191,7 @@ def credentials(request: pytest.FixtureRequest, given: Given) -> Credentials | N
 
 
 class Arenas:
-    """How many arenas a process has open or mapped, but for those that this one had before the test."""
+    """The number of arenas that a process has open or mapped, but for those that this one had before the test."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -248,6 +248,6 @@ async def client(server: RpcServer) -> AsyncIterator[RpcClient]:
 
 @pytest.fixture(params=["tcp", "shared memory"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How bytes go between processes of this host."""
+    """The way that bytes go between processes of this host."""
     monkeypatch.setenv(SHARED_MEMORY_ENV, "off" if request.param == "tcp" else "on")
     return str(request.param)

@@ -131,7 +131,7 @@ def test_an_arena_of_one_page_has_no_room_at_all() -> None:
     incoming.close()
 
 
-def test_no_more_than_half_is_lent_and_what_is_copied_out_is_the_receivers_own() -> None:
+def test_no_more_than_half_is_in_use_in_place_and_what_is_copied_out_is_the_receivers_own() -> None:
     outgoing, incoming = small(65)
     pages = [outgoing.put(noise(8 * PAGE, seed)) for seed in range(8)]
     parts = [incoming.take(page, 8 * PAGE) for page in pages]
@@ -194,7 +194,7 @@ def test_a_part_that_cannot_lie_there_is_a_protocol_error(page, size) -> None:
     incoming.close()
 
 
-def test_no_byte_that_the_other_side_writes_frees_what_it_was_not_given() -> None:
+def test_no_byte_that_the_other_side_writes_releases_what_it_was_not_given() -> None:
     outgoing, incoming = small(65)
     first, second = outgoing.put(noise(3 * PAGE)), outgoing.put(noise(3 * PAGE))
     memory = np.frombuffer(incoming._mapped(), np.uint8)

@@ -27,7 +27,7 @@ class Number(Struct, frozen=True, kw_only=True):
 
 
 def is_left(address: str) -> bool:
-    """Tell whether a file of ours lies in /dev/shm, or a server's name is still taken."""
+    """Return whether a file of AsyncFlow lies in /dev/shm, or a server's name is still taken."""
     named = f"@asyncflow/{address.removeprefix('tcp://')}" in Path("/proc/net/unix").read_text()
     return named or any("asyncflow" in name for name in os.listdir("/dev/shm"))
 

@@ -189,9 +189,9 @@ def test_a_peer_that_lies_about_places_and_sizes_is_found_out(lie, step):
     ),
     st.integers(1, 1 << 17),
 )
-def test_whatever_comes_is_messages_or_a_protocol_error(pieces, step):
+def test_whatever_comes_is_messages_or_a_protocol_error(chunks, step):
     way = Way(64 * PAGE)
-    way.wire += b"".join(pieces)
+    way.wire += b"".join(chunks)
     with contextlib.suppress(ProtocolError):
         way.receive_all(step)
     assert all(sum(map(len, message)) <= MOST for message in way.came)

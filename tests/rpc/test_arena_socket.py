@@ -213,7 +213,7 @@ async def test_callers_that_bring_no_arena_are_cut_off(made: list[int]) -> None:
     await server.close()
 
 
-async def test_a_caller_that_hands_over_nothing_is_cut_off_in_time(monkeypatch: Any, made: list[int]) -> None:
+async def test_a_caller_that_sends_no_files_is_cut_off_in_time(monkeypatch: Any, made: list[int]) -> None:
     monkeypatch.setattr(listener, "GREETING_S", 0.05)
     server = await serve()
     with knock(server) as silent:
@@ -246,7 +246,7 @@ async def test_whatever_a_caller_says_after_the_handshake_ends_only_its_own_stre
     await server.close()
 
 
-async def test_files_that_come_with_later_bytes_are_not_taken(made: list[int]) -> None:
+async def test_files_that_come_after_the_first_bytes_are_not_taken(made: list[int]) -> None:
     server = await serve()
     caller = shm.dialled(server.address)
     assert caller is not None
@@ -329,7 +329,9 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
     await server.close()
 
 
-async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: list[int], arenas: Any) -> None:
+async def test_a_server_that_starts_after_its_client_is_reached_by_shared_memory_too(
+    made: list[int], arenas: Any
+) -> None:
     with PortReservation(1) as (port,):
         address = f"tcp://127.0.0.1:{port}"
     client = RpcClient(name="client", resolve=address)

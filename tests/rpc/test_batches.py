@@ -1,4 +1,4 @@
-"""What is too much for one call goes in several: whole, in order, and none of them too much."""
+"""A batch that is too much for one call goes in several: whole, in order, and none of them too much."""
 
 from itertools import chain, pairwise
 

@@ -71,7 +71,7 @@ def test_nobody_is_told_of_members_that_answer_no_calls() -> None:
     assert len(directory.members("rollout")) == 999
 
 
-async def test_a_member_may_come_again_the_later_the_more_there_are_and_never_later_than_all_members() -> None:
+async def test_a_member_may_wait_the_longer_the_more_there_are_and_never_longer_than_all_members() -> None:
     directory = Scene().directory()
     paces = []
     for index in range(2000):
@@ -83,7 +83,7 @@ async def test_a_member_may_come_again_the_later_the_more_there_are_and_never_la
     assert (await answer(directory, Beat(incarnation="rollout 1", revision=0))).broadcast is None
 
 
-async def test_a_parked_heartbeat_is_answered_by_news_by_another_and_when_its_member_is_gone() -> None:
+async def test_a_parked_heartbeat_is_answered_by_a_change_by_another_and_when_its_member_is_gone() -> None:
     directory = Scene().directory()
     directory.register(member("a"))
     directory.broadcast(b"\xc3")
@@ -99,7 +99,7 @@ async def test_a_parked_heartbeat_is_answered_by_news_by_another_and_when_its_me
     assert not (await last).known
 
 
-async def test_a_parked_heartbeat_says_its_time_and_directives_are_no_news_twice() -> None:
+async def test_a_parked_heartbeat_says_its_time_and_directives_are_no_change_twice() -> None:
     directory = Directory(heartbeat_s=0.05, lost_after_s=5.0)
     directory.register(member("a"))
     directory.broadcast(b"\xc3")

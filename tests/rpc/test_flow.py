@@ -132,7 +132,7 @@ async def test_garbage_half_greetings_and_thousands_of_connections(
     await server.close()
 
 
-async def test_where_there_are_too_many_peers_those_who_have_shaken_hands_stay(monkeypatch: Any) -> None:
+async def test_where_there_are_too_many_peers_those_that_have_finished_the_handshake_stay(monkeypatch: Any) -> None:
     monkeypatch.setattr(serving, "MAX_PEERS", 5)
     server = await serve()
     clients = [RpcClient(name="client", resolve=server.address) for _ in range(6)]
@@ -163,7 +163,7 @@ async def test_without_descriptors_new_peers_wait_and_are_let_in_later(no_descri
     await server.close()
 
 
-async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> None:
+async def test_a_peer_that_does_not_finish_the_handshake_is_cut_off(monkeypatch: Any) -> None:
     monkeypatch.setattr(listener, "GREETING_S", 0.05)
     server = await serve()
     with stranger(server) as silent:
@@ -376,7 +376,7 @@ async def test_a_client_that_sends_much_before_it_reads_gets_through(
     await server.close()
 
 
-async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_byte(
+async def test_a_large_part_that_comes_in_small_chunks_is_there_with_its_last_byte(
     credentials: Credentials | None,
 ) -> None:
     server = await serve(credentials)
@@ -476,8 +476,8 @@ async def push(made: Any, outbox: Outbox) -> None:
             await send(made, piece)
 
 
-async def send(made: Any, piece: bytes | bytearray | memoryview) -> None:
-    while len(piece):
+async def send(made: Any, chunk: bytes | bytearray | memoryview) -> None:
+    while len(chunk):
         with contextlib.suppress(*AGAIN):
-            piece = piece[made.send(piece) :]
+            chunk = chunk[made.send(chunk) :]
         await asyncio.sleep(0)

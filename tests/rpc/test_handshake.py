@@ -1,4 +1,4 @@
-"""What each side of a connection says first, without any I/O."""
+"""Tests of what each side of a connection says first, without any I/O."""
 
 import pytest
 from hypothesis import given

@@ -64,7 +64,7 @@ async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_a
     await second.close()
 
 
-async def test_who_dials_a_server_that_is_gone_shakes_hands_with_the_next_one_more_and_more_seldom(
+async def test_a_client_of_a_server_that_is_gone_greets_the_next_one_more_and_more_seldom(
     shared_memory: str, credentials: Credentials | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = await serve("second", "tcp://127.0.0.1:*", credentials)

@@ -200,7 +200,7 @@ def test_only_the_owner_may_read_what_is_kept(given: Given):
 
 
 def test_openssl_sees_tls_1_3_and_that_a_certificate_is_asked_for(given: Given):
-    """A client that is not ours meets ours: it sees the protocol, and that nothing goes without a certificate."""
+    """A client that is not AsyncFlow's sees the protocol of its server, and that nothing goes without a certificate."""
     theirs, folder = Credentials(given("controller")), given("rollout", 3)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
