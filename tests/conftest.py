@@ -1,4 +1,4 @@
-"""What holds for all tests: the same examples each time, no bound on how long one takes on a busy machine."""
+"""Settings of all tests: the same examples each time, no bound on how long one takes on a busy machine."""
 
 import gc
 from pathlib import Path
@@ -39,7 +39,7 @@ gc.disable()  # until everything is imported
 
 
 class Scheduling(LoadScopeScheduling):
-    """What belongs together is begun first; everything else goes to whoever is free."""
+    """A scheduler by which tests that belong together are begun first; everything else goes to whoever is free."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((scope for scope in TOGETHER if nodeid.startswith(scope)), nodeid)

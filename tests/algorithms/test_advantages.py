@@ -44,7 +44,7 @@ def by_turn(*turns: list[float], name: AdvantageName = "dr-grpo") -> list[list[f
     ]
 
 
-def test_a_turn_is_compared_by_what_it_and_later_turns_were_given() -> None:
+def test_a_turn_is_compared_by_what_it_and_the_turns_after_it_were_given() -> None:
     assert by_turn([1, 0], [0, 2]) == [[-0.5, -1], [0.5, 1]]
     assert by_turn([1, 0, 4], [0, 2], [2]) == [[2, 1, 0], [-1, -1], [-1]], "a third turn that no other sample has"
 

@@ -1,4 +1,4 @@
-"""What algorithms demand of a manifest, and which samples of a group they let go further."""
+"""Tests of what algorithms demand of a manifest, and which samples of a group they let go further."""
 
 from __future__ import annotations
 

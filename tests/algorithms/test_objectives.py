@@ -71,7 +71,7 @@ class Step:
 
     @property
     def cut(self) -> np.ndarray:
-        """Whether a response was cut off: those of the greatest length, bool[n]."""
+        """Return whether a response was cut off: those of the greatest length, bool[n]."""
         return np.array([len(response) == LONGEST for response in self.responses])
 
 
@@ -308,7 +308,7 @@ def ipo(p: Padded, how: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the driver lets the trainer see: indices, and the advantage (or shaped reward) of each."""
+    """The samples that the driver lets the trainer see: indices, and the advantage (or shaped reward) of each."""
 
     indices: list[int]
     advantages: dict[int, float]

@@ -1,4 +1,4 @@
-"""YAML as input from strangers: bounded work, one document, plain data; and what is written reads back the same."""
+"""YAML as input from anybody: bounded work, one document, plain data; and what is written reads back the same."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the delayed update reads out of logs, from lines as the roles write them."""
+"""Tests of what the benchmark of the delayed update reads out of logs, from lines as the roles write them."""
 
 from __future__ import annotations
 

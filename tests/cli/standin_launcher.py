@@ -13,9 +13,9 @@ def install(steps: str, pause_s: str) -> None:
     """Make roles stand-ins that make ``steps`` steps, of ``pause_s`` seconds each."""
 
     def launcher(_roles, *, folder, issuer, driver, places, control_port):
-        def launch(seat, attempt):
-            port = str(places.port(seat))
-            argv = [sys.executable, ROLE, seat.role, port, str(folder.path), steps, pause_s]
+        def launch(replica, attempt):
+            port = str(places.port(replica))
+            argv = [sys.executable, ROLE, replica.role, port, str(folder.path), steps, pause_s]
             return Launch(argv=argv, env={}, http=f"http://127.0.0.1:{port}")
 
         return launch

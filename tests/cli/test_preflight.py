@@ -1,4 +1,4 @@
-"""What ``validate`` and the start of a run tell before anything runs: model, data, options, reward function."""
+"""Tests of what ``validate`` and the start of a run say before anything runs: model, data, options, reward function."""
 
 import json
 import subprocess

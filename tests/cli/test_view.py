@@ -158,7 +158,7 @@ def test_a_wait_is_told_once_although_its_seconds_change():
         ),
     ],
 )
-def test_after_a_while_without_news_it_is_said_how_far_things_are(status, line):
+def test_after_a_while_without_changes_it_is_said_how_far_things_are(status, line):
     assert still(status) == line
 
 

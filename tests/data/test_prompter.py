@@ -1,4 +1,4 @@
-"""How questions become ids: templates, chats, conversations."""
+"""Tests of how questions become ids: templates, chats, conversations."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ ODD = [
 
 
 def sound() -> dict[str, Any]:
-    """What the files of a run say after five steps and an evaluation, as JSON."""
+    """Return what the files of a run say after five steps and an evaluation, as JSON."""
     now = clock.now() - 60.0
     life = {"started": now, "seen": now + 50.0, "busy_seen": now + 50.0, "held_s": 5.0, "held_since": now, "tokens": 9}
     return {

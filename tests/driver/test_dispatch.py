@@ -1,4 +1,4 @@
-"""What the dispatcher puts: prompts with their tokens, and what becomes of those that are too long."""
+"""Tests of what the dispatcher puts: prompts with their tokens, and what becomes of those that are too long."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Puts:
         return {serial: step for serial, step, _ in self.groups}
 
     def snapshot(self) -> PartitionSnapshot:
-        """What a queue would tell of these rows to the next driver."""
+        """Return what a queue would tell of these rows to the next driver."""
         serials: dict[int, list[int]] = {}
         for serial, step in self.steps.items():
             serials.setdefault(step, []).append(serial)

@@ -190,7 +190,7 @@ def enough(train_s: float, *, most: float = 1e9) -> float:
 
 
 def turns(had: list[int]) -> int:
-    """How often the number went the other way."""
+    """Return how often the number went the other way."""
     grows = [after > before for before, after in itertools.pairwise(had)]
     return sum(this != following for this, following in itertools.pairwise(grows))
 

@@ -1,4 +1,4 @@
-"""What becomes of a finished group: advantages for those of its samples that have a reward, a reason for the others."""
+"""Tests of a finished group: advantages for those of its samples that have a reward, a reason for the others."""
 
 import asyncio
 from collections.abc import Iterator

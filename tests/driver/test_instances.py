@@ -1,4 +1,4 @@
-"""What heartbeats tell of instances: how far behind each is, and why."""
+"""Tests of what heartbeats tell of instances: how far behind each is, and why."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What members told is known up to their last heartbeat, and is known to the next driver."""
+"""Reports of members are known up to their last heartbeat, and are known to the next driver."""
 
 import asyncio
 from collections import Counter

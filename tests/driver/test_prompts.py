@@ -69,7 +69,7 @@ def test_advantages_of_turns_have_the_room_of_as_many_turns_as_there_may_be() ->
     assert outputs_of(spec(*settings, "algorithm.credit=turn"))["advantage"] == 4 * 5
 
 
-def test_the_longest_response_is_within_what_was_promised() -> None:
+def test_the_longest_response_is_within_what_was_reserved() -> None:
     wanted = spec()
     length = wanted.sampling.max_tokens
     completion = Completion(

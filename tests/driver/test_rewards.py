@@ -1,4 +1,4 @@
-"""What has no reward is counted by why, and when most of a step has none the job pauses."""
+"""Samples without a reward are counted by why, and when most of a step has none the job pauses."""
 
 from pathlib import Path
 from types import SimpleNamespace

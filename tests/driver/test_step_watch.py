@@ -1,4 +1,4 @@
-"""How far the step is that is being made: real counts of the queue, the trainer's ranks and the rollouts."""
+"""The progress of the step that is being made: real counts of the queue, the trainer's ranks and the rollouts."""
 
 from __future__ import annotations
 

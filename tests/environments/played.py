@@ -42,7 +42,7 @@ def needs_more(*, transcript, prompt, answer, meta, config, mystery):
     return None
 
 
-async def later(*, transcript, prompt, answer, meta, config):
+async def awaited(*, transcript, prompt, answer, meta, config):
     await asyncio.sleep(0)
     return f"after {transcript[-1]['content']}"
 

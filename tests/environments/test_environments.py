@@ -63,7 +63,7 @@ async def test_an_environment_answers_ends_or_fails_and_that_is_the_outcome() ->
 
 
 async def test_an_environment_may_be_async() -> None:
-    assert await answers("played:later", [example("a"), example("b")]) == [
+    assert await answers("played:awaited", [example("a"), example("b")]) == [
         EnvironmentAnswer("after a"),
         EnvironmentAnswer("after b"),
     ]

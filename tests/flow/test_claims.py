@@ -1,4 +1,4 @@
-"""How much an instance claims, and which groups it gets."""
+"""Tests of how much an instance claims, and which groups it gets."""
 
 from __future__ import annotations
 

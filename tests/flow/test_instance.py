@@ -149,7 +149,7 @@ def test_sequence_goes_on_from_a_restarted_trainer():
     assert instance.take([work("gone", 2, newest=4)]) == [work("gone", 2, newest=4)]
 
 
-def test_sequence_visits_an_older_version_for_evaluation_only():
+def test_sequence_swaps_to_an_older_version_for_evaluation_only():
     instance = at(6, swap_at="sequence")
     instance.know(staged=None, in_memory=[6], available=[5, 6])
     assert begin(instance, work("a", 4, newest=NEWEST)) == ["a"]

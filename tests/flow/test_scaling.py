@@ -64,7 +64,7 @@ def test_from_none_at_all_it_starts_with_one_or_two() -> None:
     assert from_zero.follow(nobody, window=SignalWindow(0, 17), now=0.0)[0] == 2
 
 
-def test_a_wish_is_followed_when_it_has_lasted() -> None:
+def test_a_recommendation_is_followed_when_it_has_lasted() -> None:
     starving = signals(wait_share=0.5)
     decided, window = POLICY.follow(starving, window=SignalWindow(4, 17), now=100.0)
     assert (decided, window) == (None, SignalWindow(4, 17, Recommendation("more", 100.0)))
@@ -72,7 +72,7 @@ def test_a_wish_is_followed_when_it_has_lasted() -> None:
     assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20, shortage=FOUR_WERE_TOO_FEW))
 
 
-def test_a_wish_that_turns_or_ends_begins_anew() -> None:
+def test_a_recommendation_that_turns_or_ends_begins_anew() -> None:
     window = SignalWindow(4, 17, Recommendation("more", 100.0))
     assert POLICY.follow(signals(), window=window, now=150.0) == (4, SignalWindow(4, 17))
     turned = SignalWindow(4, 17, Recommendation("fewer", 500.0))

@@ -167,7 +167,7 @@ class Rollouts:
         self.staged_at = [0.0]
         self.made: list[int] = []
         self.lags: list[int] = []
-        self.starved_s = self.now = self.appetite = 0.0
+        self.starved_s = self.now = self.demand = 0.0
         self.version_s: float | None = None
 
     def tick(self) -> None:
@@ -196,13 +196,13 @@ class Rollouts:
                 self.credit[name] = 0.0
 
     def train(self) -> None:
-        self.appetite = min(1.0, self.appetite + self.need * self.TICK_S)
-        if self.appetite < 1.0:
+        self.demand = min(1.0, self.demand + self.need * self.TICK_S)
+        if self.demand < 1.0:
             return
         if len(self.lags) == len(self.made):
             self.starved_s += self.TICK_S
             return
-        self.appetite = 0.0
+        self.demand = 0.0
         done = len(self.lags) // self.batch
         self.lags.append(done - self.made[len(self.lags)])
         if len(self.lags) % self.batch == 0:

@@ -1,4 +1,4 @@
-"""What is read of our Dockerfiles."""
+"""Tests of what is read of our Dockerfiles."""
 
 from pathlib import Path
 

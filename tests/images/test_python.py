@@ -1,4 +1,4 @@
-"""What a program needs, found in the environment that runs these tests."""
+"""Tests of what a program needs, found in the environment that runs these tests."""
 
 import pytest
 

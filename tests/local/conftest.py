@@ -65,7 +65,7 @@ class Run:
         return record
 
     def placed(self, role: str, index: int) -> Placed:
-        """What the record says of a replica."""
+        """Return what the record says of a replica."""
         return next(each for each in self.record().processes if (each.role, each.index) == (role, index))
 
     def ended(self) -> list[str]:

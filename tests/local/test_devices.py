@@ -214,7 +214,7 @@ def test_devices_are_those_of_the_environment_or_all(
         max_size=2,
     ),
 )
-def test_no_device_is_promised_beyond_its_whole(devices: int, wanted: list[tuple[int, tuple[int, float]]]) -> None:
+def test_no_device_is_assigned_beyond_its_whole(devices: int, wanted: list[tuple[int, tuple[int, float]]]) -> None:
     names: tuple[RoleName, RoleName] = ("trainer", "rollout")
     roles = [role(name, n, count=count, share=share) for name, (n, (count, share)) in zip(names, wanted, strict=True)]
     try:

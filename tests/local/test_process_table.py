@@ -148,7 +148,7 @@ def test_ends_that_were_anothers_fault_wait_longer_and_longer_and_are_bounded():
     assert f"all {MOST_DISRUPTIONS} restarts" in table.result.reason
 
 
-def test_a_stopped_crew_starts_nothing_and_decides_nothing_more():
+def test_a_stopped_table_starts_nothing_and_decides_nothing_more():
     table = started(role("driver", leader=True), role("trainer", 2, gang=True))
     table.ended(LocalReplica("trainer", 0), KILLED, 1.0)
     table.stop("SIGINT")
@@ -159,7 +159,7 @@ def test_a_stopped_crew_starts_nothing_and_decides_nothing_more():
     assert table.wake_at() is None
 
 
-def test_who_ends_after_the_verdict_has_not_failed():
+def test_who_ends_after_the_result_has_not_failed():
     table = started(role("driver", leader=True), role("trainer", restarts=0), role("rollout", 2))
     table.ended(LocalReplica("trainer", 0), KILLED, 1.0)
     assert not table.result.ok
@@ -190,7 +190,7 @@ def test_a_delay_never_falls_and_has_a_ceiling(failures, backoff):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_seat_ever_has_two_processes_and_attempts_only_grow(data):
+def test_no_replica_ever_has_two_processes_and_attempts_only_grow(data):
     table = ProcessTable(
         [role("driver", leader=True), role("trainer", 3, gang=True, restarts=50), role("rollout", 2, restarts=50)],
         now=0.0,

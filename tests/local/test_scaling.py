@@ -1,4 +1,4 @@
-"""What is wanted: of a person, of the policy, of the manifest, in this order, within the bounds."""
+"""The wanted number of rollouts: that of a person, of the policy, of the manifest, in this order, within the bounds."""
 
 import time
 from dataclasses import replace

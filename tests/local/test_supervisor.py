@@ -250,7 +250,7 @@ def ask(run, replicas):
     write_request(requests_of(run.folder), "rollout", replicas)
 
 
-def test_rollouts_join_and_leave_and_nobody_else_is_touched(start):
+def test_rollouts_join_and_leave_and_nobody_else_is_restarted(start):
     run = start(**SCALED)
     driver, first = run.pids("driver-0"), run.pids("rollout-0")
     ask(run, 3)

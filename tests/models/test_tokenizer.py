@@ -82,7 +82,7 @@ def with_template(folder: Path, made: Path, template: str) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": TOOLS}])
-def test_options_are_read_as_transformers_hands_them(folder: Path, tmp_path: Path, options: dict) -> None:
+def test_options_are_read_as_transformers_passes_them(folder: Path, tmp_path: Path, options: dict) -> None:
     made = with_template(folder, tmp_path, OPTIONS_TEMPLATE)
     ours, theirs = Tokenizer.load(made), AutoTokenizer.from_pretrained(made)
     options = {**options, "date_string": "1 May 2025"}

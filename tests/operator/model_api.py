@@ -143,7 +143,7 @@ class ApiServer:
             self.pods[pod.name] = replace(pod, deleting=True, ends_by=self.now + grace_s)
 
     def write_status(self, ref: Ref, status: dict[str, Any]) -> None:
-        """Write the status of an object of ours; the schema is the models'."""
+        """Write the status of a custom resource; the schema is the models'."""
         self.writes += 1
         known = self.resources[ref]
         written = MODELS[ref.kind][1].model_validate(status, by_name=False)

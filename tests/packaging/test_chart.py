@@ -48,7 +48,7 @@ def of(objects: list[Object], kind: str) -> list[Object]:
 
 
 def rules(objects: list[Object]) -> Iterator[Object]:
-    """What the operator may do, users apart."""
+    """Yield what the operator may do, users apart."""
     for role in of(objects, "ClusterRole") + of(objects, "Role"):
         if not any(label.startswith("rbac.authorization.k8s.io") for label in role["metadata"]["labels"]):
             yield from role["rules"]
@@ -94,7 +94,7 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert about["appVersion"] == __version__
 
 
-def test_the_crds_are_ours_and_stay(render: Render) -> None:
+def test_the_crds_are_those_of_the_repository_and_stay(render: Render) -> None:
     found = {each["metadata"]["name"]: each for each in of(render(), "CustomResourceDefinition")}
     crds = (chart.ROOT / "crds").glob("*.yaml")
     ours = [yaml.load(file.read_text(), Loader=yaml.CSafeLoader) for file in crds]

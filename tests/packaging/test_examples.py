@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SETUPS = sorted((ROOT / "docs" / "guide" / "setups").glob("*.yaml"))
 OTHERS = {"kubernetes/follow.yaml", "kubernetes/hpa.yaml", "kubernetes/keda.yaml"}
-"""Manifests of other kinds than ours."""
+"""Manifests of kinds that are not AsyncFlow's."""
 OURS = sorted({str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml")} - OTHERS)
 
 

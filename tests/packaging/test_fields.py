@@ -50,7 +50,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
 
 
 def rows() -> dict[str, str]:
-    """What a change is, by field."""
+    """Return what a change is, by field."""
     found: dict[str, str] = {}
     for names, kind in re.findall(r"^\| (`[^|]+`) \| ([a-z ]+) \|", TABLE, flags=re.MULTILINE):
         for name in re.findall(r"`([\w.]+)`", names):
@@ -150,7 +150,7 @@ def a_pod(state: JobState, role: RoleName, index: int) -> PodView:
     )
 
 
-def touched(change: Change) -> tuple[set[str], set[str]]:
+def changed_pods(change: Change) -> tuple[set[str], set[str]]:
     """The pods that are deleted, and those that are made, in the first pass after a change."""
     before = running(a_job())
     after = JobState(
@@ -171,13 +171,13 @@ def touched(change: Change) -> tuple[set[str], set[str]]:
 )
 def test_such_a_change_touches_no_pod(kind: str, change: Change) -> None:
     assert kind_of(change[0]) == kind
-    assert touched(change) == (set(), set())
+    assert changed_pods(change) == (set(), set())
 
 
 def test_scaling_touches_rollouts_alone() -> None:
     assert kind_of("rollout.replicas") == "at once"
-    assert touched(("rollout.replicas", 4)) == (set(), {"j-rollout-2", "j-rollout-3"})
-    gone, made = touched(("rollout.replicas", 1))
+    assert changed_pods(("rollout.replicas", 4)) == (set(), {"j-rollout-2", "j-rollout-3"})
+    gone, made = changed_pods(("rollout.replicas", 1))
     assert gone == {"j-rollout-1"}
     assert made == set()
 
@@ -185,4 +185,4 @@ def test_scaling_touches_rollouts_alone() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_restarts_the_gang_and_nothing_else(ranks: int) -> None:
     assert kind_of("trainer.replicas") == "restart"
-    assert touched(("trainer.replicas", ranks)) == ({"j-trainer-0", "j-trainer-1"}, set())
+    assert changed_pods(("trainer.replicas", ranks)) == ({"j-trainer-0", "j-trainer-1"}, set())

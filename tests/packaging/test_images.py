@@ -1,4 +1,4 @@
-"""What can be known of an image without building it: what it is made from, who runs in it, what it starts."""
+"""Tests of what can be known of an image without building it: what it is made from, who runs in it, what it starts."""
 
 import re
 import tomllib

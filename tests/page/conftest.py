@@ -29,7 +29,7 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(chromium: Browser) -> Iterator[Callable[..., Watched]]:
+def open_page(chromium: Browser) -> Iterator[Callable[..., Watched]]:
     """Open a page at a width; what went wrong on it fails the test."""
     opened: list[Watched] = []
 

@@ -21,7 +21,7 @@ HOSTILE = (
     "<script>document.title = 'taken'</script><img src='http://192.0.2.1/x' onerror='alert(1)'></pre>"
     "</script><!--<script>@@DATA@@\u202egnp\x1b[2J{{constructor}} &lt;b&gt;"
 )
-Visit = Callable[..., Watched]
+OpenPage = Callable[..., Watched]
 
 
 def hostile(reward: float) -> SampleText:
@@ -65,8 +65,8 @@ def address(run: Path) -> Iterator[str]:
         yield url
 
 
-def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
-    at = visit(address)
+def test_a_finished_run_is_shown_whole(address: str, open_page: OpenPage) -> None:
+    at = open_page(address)
     at.page.wait_for_selector("#tracks canvas")
     assert at.page.title() == "made – AsyncFlow"
     assert at.text("#phase") == "succeeded"
@@ -100,8 +100,8 @@ def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
         assert cause in at.text("#tracks .legend")
 
 
-def test_what_a_model_wrote_is_shown_and_not_obeyed(address: str, visit: Visit) -> None:
-    at = visit(address)
+def test_what_a_model_wrote_is_shown_and_not_obeyed(address: str, open_page: OpenPage) -> None:
+    at = open_page(address)
     first = at.page.locator(".sample").first
     first.wait_for()
     shown_text = first.locator("pre").first.inner_text()
@@ -115,8 +115,8 @@ def test_what_a_model_wrote_is_shown_and_not_obeyed(address: str, visit: Visit) 
     assert HOSTILE[:30] in at.text("#event-list")
 
 
-def test_samples_are_put_in_order_and_steps_turned(address: str, visit: Visit) -> None:
-    at = visit(address)
+def test_samples_are_put_in_order_and_steps_turned(address: str, open_page: OpenPage) -> None:
+    at = open_page(address)
     at.page.wait_for_selector(".sample")
     assert at.page.locator(".sample").count() == 8
     at.page.get_by_role("button", name="Show 16 more").click()
@@ -130,8 +130,8 @@ def test_samples_are_put_in_order_and_steps_turned(address: str, visit: Visit) -
     assert "No samples of an evaluation are kept" in at.text("#sample-list")
 
 
-def test_charts_are_chosen_and_read_by_keyboard(address: str, visit: Visit) -> None:
-    at = visit(address)
+def test_charts_are_chosen_and_read_by_keyboard(address: str, open_page: OpenPage) -> None:
+    at = open_page(address)
     at.page.wait_for_selector(".chart")
     assert at.page.locator(".chart", has_text="Learning rate").count() == 0
     at.page.get_by_text("Charts", exact=True).click()
@@ -150,8 +150,8 @@ def test_charts_are_chosen_and_read_by_keyboard(address: str, visit: Visit) -> N
     at.until(f"() => document.querySelectorAll('#figures tbody tr').length === {STEPS}")
 
 
-def test_a_part_of_the_timeline_is_shown_in_detail(address: str, visit: Visit) -> None:
-    at = visit(address)
+def test_a_part_of_the_timeline_is_shown_in_detail(address: str, open_page: OpenPage) -> None:
+    at = open_page(address)
     canvas = at.page.locator("#tracks canvas")
     canvas.focus()
     for key in ("+", "+", "+", "ArrowRight"):
@@ -166,8 +166,8 @@ def test_a_part_of_the_timeline_is_shown_in_detail(address: str, visit: Visit) -
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (400, "light")])
-def test_nothing_is_cut_off(address: str, visit: Visit, width: int, scheme: str) -> None:
-    at = visit(address, width=width, scheme=scheme)
+def test_nothing_is_cut_off(address: str, open_page: OpenPage, width: int, scheme: str) -> None:
+    at = open_page(address, width=width, scheme=scheme)
     at.page.wait_for_selector("#tracks canvas")
     at.page.wait_for_selector(".sample")
     beyond = """() => [...document.querySelectorAll('main *, header *')].filter((e) => {
@@ -178,17 +178,17 @@ def test_nothing_is_cut_off(address: str, visit: Visit, width: int, scheme: str)
     assert at.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_without_the_key_nothing_of_the_run_is_shown(address: str, visit: Visit) -> None:
-    at = visit(address.partition("#")[0], shows="#link[data-kind=lost]")
+def test_without_the_key_nothing_of_the_run_is_shown(address: str, open_page: OpenPage) -> None:
+    at = open_page(address.partition("#")[0], shows="#link[data-kind=lost]")
     assert "ends with the key" in at.text("#link")
     assert "made" not in at.text("body")
     at.expected.append("401")
 
 
-def test_a_file_shows_the_run_and_asks_nobody(run: Path, tmp_path: Path, visit: Visit) -> None:
+def test_a_file_shows_the_run_and_asks_nobody(run: Path, tmp_path: Path, open_page: OpenPage) -> None:
     file = tmp_path / "run.html"
     assert cli.invoke(["ui", str(run), "--export", str(file)]) == 0
-    at = visit(file.as_uri())
+    at = open_page(file.as_uri())
     at.page.wait_for_selector("#tracks canvas")
     at.page.wait_for_selector(".sample")
     assert at.text("#link").startswith("a copy of ")
@@ -198,10 +198,10 @@ def test_a_file_shows_the_run_and_asks_nobody(run: Path, tmp_path: Path, visit: 
     assert "said 29" not in file.read_text()
 
 
-def test_a_chart_shows_the_timeline_alone(run: Path, tmp_path: Path, visit: Visit) -> None:
+def test_a_chart_shows_the_timeline_alone(run: Path, tmp_path: Path, open_page: OpenPage) -> None:
     assert cli.invoke(["timeline", str(run), "--output", str(tmp_path)]) == 0
     file = tmp_path / "timeline.html"
-    at = visit(file.as_uri(), shows="#tracks canvas")
+    at = open_page(file.as_uri(), shows="#tracks canvas")
     assert at.text("#name").startswith(f"{run.name}: ")
     at.until("() => /trainer[^]*% at work/.test(document.querySelector('#shares').innerText)")
     for hidden in ("#learning", "#tiles", "#samples", "nav"):
@@ -216,7 +216,7 @@ def test_a_chart_shows_the_timeline_alone(run: Path, tmp_path: Path, visit: Visi
     assert [url for url in at.asked if not url.startswith("data:")] == [file.as_uri()]
 
 
-def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path, visit: Visit) -> None:
+def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path, open_page: OpenPage) -> None:
     from one_run import bearer, direct, kill, start, wait_for_step
 
     folder = tmp_path / "run"
@@ -229,14 +229,14 @@ def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path,
         wait_for_step(folder, 2, job)
         driver = json.loads((folder / "run" / "processes.json").read_text())["http"]
         with shown(folder) as (url, serving):
-            at = visit(url)
+            at = open_page(url)
             at.until("() => document.querySelector('#link').textContent === 'live'")
             at.until("() => document.querySelector('#tasks').innerText.includes('staged')")
             at.until("() => document.querySelector('#rollouts').innerText.includes('rollout 0')")
             step = "() => Number(document.querySelector('#tiles dd').textContent.split(' ')[0])"
             seen = at.page.evaluate(step)
             at.until(f"() => ({step})() > {seen}")
-            open_to_all = visit(driver)
+            open_to_all = open_page(driver)
             open_to_all.page.wait_for_selector(".sample")
             assert "This page shows no texts" in open_to_all.text("#sample-list")
             assert open_to_all.page.locator("pre").count() == 0

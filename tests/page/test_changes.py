@@ -1,4 +1,4 @@
-"""What the page is told of a run's files: each line once, and all of it anew where a file is another one."""
+"""Tests of what the page is told of a run's files: each line once, and all of it anew where a file is another one."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_experts_that_are_whole_sum_nothing_unless_shared_ones_are_divided_besid
 
 
 @given(tp=POWERS, dp=POWERS, pp=POWERS, ep=POWERS)
-def test_every_parameter_has_its_moments_once(tp: int, dp: int, pp: int, ep: int) -> None:
+def test_every_parameter_has_its_optimizer_state_once(tp: int, dp: int, pp: int, ep: int) -> None:
     """Without weights and gradients, the devices together hold the moments and float32 weights of one model."""
     layout = TrainerLayout(dp=dp * ep, tp=tp, pp=pp, ep=ep)
     common, routed = layout.cuts

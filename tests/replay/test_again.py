@@ -1,4 +1,4 @@
-"""How far the weights of a replay are from those of the run."""
+"""Tests of how far the weights of a replay are from those of the run."""
 
 from pathlib import Path
 from unittest.mock import Mock

@@ -92,7 +92,7 @@ def test_a_replay_begins_at_the_last_checkpoint_with_all_versions_that_it_needs(
     assert plan_replay(known, step=4, checkpoints=checkpoints) == ReplayPlan(base, range(base + 1, 5))
 
 
-def test_versions_are_kept_as_long_as_a_later_step_needs_them() -> None:
+def test_versions_are_kept_as_long_as_a_step_to_come_needs_them() -> None:
     known = history(begin(0, 0), *(step(number, max(0, number - 2)) for number in range(1, 6)))
     plan = ReplayPlan(0, range(1, 6))
     assert [plan.after(number, known) for number in (0, 2, 4, 5)] == [{0, 1, 2, 3}, {1, 2, 3}, {3}, set()]

@@ -1,4 +1,4 @@
-"""How a reward function is called by its signature, and what becomes of what it returns."""
+"""Tests of how a reward function is called by its signature, and what becomes of what it returns."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a reward function may do is what its manifest allows, tried in real reward processes."""
+"""A reward function may do what its manifest allows and no more, tried in real reward processes."""
 
 import asyncio
 import os
@@ -121,7 +121,7 @@ async def test_it_reads_the_jobs_folder_and_writes_to_a_folder_of_its_own(folder
     assert ["PermissionError" in result.detail for result in refused] == [True] * 3
 
 
-async def test_files_of_runs_in_the_jobs_folder_are_out_of_sight(folder: Path) -> None:
+async def test_files_of_runs_in_the_jobs_folder_cannot_be_read(folder: Path) -> None:
     make_run(folder / "a" / "b" / "c" / "d" / "deep")
     make_run(folder / "runs" / "ended")
     (folder / "runs" / "ended" / "run" / "token").unlink()
@@ -147,7 +147,7 @@ async def test_a_run_in_the_jobs_folder_itself_keeps_its_token_and_rows(folder: 
     assert ["PermissionError" in result.detail for result in results] == [True, True, False]
 
 
-async def test_what_lies_too_deep_to_be_looked_into_is_out_of_sight(folder: Path, monkeypatch) -> None:
+async def test_what_lies_too_deep_to_be_looked_into_cannot_be_read(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(process, "_MOST_FOLDERS", 2)
     make_run(folder / "a" / "b" / "one")
     results = await ask(folder, ("read", "a/b/one/run/token"), ("read", "table.json"))

@@ -1,4 +1,4 @@
-"""What ``/readyz`` of each role says while a job comes up: the roles of this project, in this process."""
+"""Tests of what ``/readyz`` of each role says while a job comes up: the roles of this project, in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a role ends that cannot go on: by its exit status, and with its words."""
+"""The end of a role that cannot go on: by its exit status, and with its words."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_task_without_variance_ends_the_run_with_that_reason(tmp_path: Path) -
     ("number", "status"),
     [(errno.EIO, 1), (errno.ENOSPC, 1), (errno.EACCES, REFUSED), (errno.ENOENT, REFUSED)],
 )
-def test_a_disk_that_fails_for_a_moment_is_no_wrong_input(
+def test_a_disk_that_fails_for_a_short_time_is_no_wrong_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:

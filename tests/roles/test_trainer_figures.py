@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of a trainer is what it reports."""
+"""Figures that Prometheus scrapes of a trainer are those that it reports."""
 
 from asyncflow.roles.trainer import count_step
 from asyncflow.telemetry.metrics import TrainerMetrics

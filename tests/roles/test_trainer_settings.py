@@ -1,4 +1,4 @@
-"""What the trainer's backend is told of a job."""
+"""Tests of what the trainer's backend is told of a job."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a claim gives is never forgotten, whenever the claimer is told to end."""
+"""Rows of a claim are never forgotten, whenever the claimer is told to end."""
 
 from __future__ import annotations
 

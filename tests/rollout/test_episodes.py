@@ -122,7 +122,7 @@ async def drained(rollout):
 @pytest.mark.parametrize("engine", ["simulated", "transformers"])
 @pytest.mark.parametrize("way", [drained, killed])
 async def test_an_episode_that_waits_for_its_environment_goes_on_elsewhere_to_the_same_bits(tmp_path, engine, way):
-    """What a drain hands on, and what is left of an instance that is killed, become what they would have been there."""
+    """Episodes that a drain hands on, or a killed instance leaves, become what they would have been there."""
     settings, weights = LONG, None
     if engine == "transformers":
         model = write_config(tmp_path / "model", vocab_size=VOCAB)

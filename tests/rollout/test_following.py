@@ -121,7 +121,7 @@ async def an_engine(engine: Engine, address: str, sync: WeightSync, folder: Path
 
 
 async def a_loop(engine: Engine, address: str, sync: WeightSync, folder: Path) -> None:
-    """What a user writes whose own engine follows."""
+    """The code that a user writes whose own engine follows."""
     file = folder / "fleet.yaml"
     file.write_text(to_yaml(sync))
     async with follow(address, sync=file) as versions:

@@ -32,7 +32,7 @@ def test_neighbours_share_no_stream():
     assert len({purpose_seed(5, p) for p in ("train", "eval", "probe")}) == 3
 
 
-def test_uniform_moments_over_samples_and_positions():
+def test_uniform_mean_variance_and_correlation_over_samples_and_positions():
     streams = np.array([stream(seed=9, key=SampleKey(s, j)) for s in range(200) for j in range(4)], dtype=np.uint64)
     numbers = uniforms(streams[:, None], np.arange(50))
     assert abs(numbers.mean() - 0.5) < 0.005

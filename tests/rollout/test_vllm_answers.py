@@ -1,4 +1,4 @@
-"""What the engine vllm makes of a server's answers, and what it refuses before there is one."""
+"""Tests of what the engine vllm makes of a server's answers, and what it refuses before there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's worker does for the engine: what it counts as reading prompts, and swaps, with a runner in its place."""
+"""Tests of vLLM's worker beside the engine: prompts that it counts as read, and swaps, with a runner in its place."""
 
 from __future__ import annotations
 

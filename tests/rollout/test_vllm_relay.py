@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Upstream:
-    """What stands behind the relay, and which of its requests was cancelled."""
+    """The server behind the relay, and which of its requests was cancelled."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()

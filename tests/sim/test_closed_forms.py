@@ -124,7 +124,9 @@ def test_the_last_evaluation_is_after_the_last_step() -> None:
 
 
 @pytest.mark.parametrize(("what", "wall_s", "redone"), [("leave", 1.5, 0), ("kill", 2.0, 16 * 50)])
-def test_who_leaves_hands_on_what_it_has_made_and_who_is_killed_does_not(what: str, wall_s: float, redone: int) -> None:
+def test_what_a_rollout_made_is_handed_on_when_it_leaves_and_lost_when_it_is_killed(
+    what: str, wall_s: float, redone: int
+) -> None:
     engine = EngineModel(slots=16, token_s=0.01, lengths=equal(100))
     gone = (Happening(at=0.505, what=what, index=1),)
     made = simulate(scenario("sync", engine=engine, trainer=TrainerModel(), steps=1, happenings=gone), seed=1)

@@ -1,4 +1,4 @@
-"""What holds in every simulated run, whatever the schedule, the sizes, the times and the kills."""
+"""Tests of what holds in every simulated run, whatever the schedule, the sizes, the times and the kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What whole jobs need: the helpers that lie beside the tests."""
+"""Put the helpers that lie beside the tests of whole jobs on the import path."""
 
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ TOLD_TO_END = 128 + signal.SIGTERM
 
 @dataclass
 class Pod:
-    """One seat, and the process that has it now. folder: its volume."""
+    """One replica of a role, and the process that runs it now. folder: its volume."""
 
     role: Role
     index: int
@@ -83,7 +83,7 @@ class Pods:
         """Return the address of a host of this world: the pods have the first ones."""
         return f"{self._network}.{number}"
 
-    def seat(self, *roles: Role) -> None:
+    def place(self, *roles: Role) -> None:
         for role in roles:
             for index in range(role.replicas):
                 name = f"{role.name}-{index}"

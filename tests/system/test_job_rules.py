@@ -25,9 +25,9 @@ Scraped = dict[Series, float]
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
-    """What every process of a job exposes amid its run, with the labels of the chart's PodMonitor."""
+    """Metrics of every process of a job amid its run, with the labels of the chart's PodMonitor."""
     with pods(tmp_path_factory.mktemp("job"), COUNTING, SETTINGS, leader="driver") as made:
-        made.seat(*plan(load_job(COUNTING, SETTINGS)).roles)
+        made.place(*plan(load_job(COUNTING, SETTINGS)).roles)
         made.start()
         made.until_step(1)
         found: Scraped = {}

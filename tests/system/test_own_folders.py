@@ -35,7 +35,7 @@ GANG = [
 def job(base: Path, *settings: str) -> Iterator[Pods]:
     words = [*GANG, *settings]
     with pods(base, COUNTING, words, leader="driver") as made:
-        made.seat(*plan(load_job(COUNTING, words)).roles)
+        made.place(*plan(load_job(COUNTING, words)).roles)
         made.start()
         yield made
 

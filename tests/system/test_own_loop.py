@@ -433,7 +433,7 @@ def test_a_job_that_shares_only_the_network_is_joined_with_a_folder_and_an_addre
     keys, mine = tmp_path / "keys", tmp_path / "mine"
     shutil.copytree(weights, mine / "model" / "reverse-digits-0")  # as they lie there once they have been made
     with pods(tmp_path / "pods", EXAMPLES / "counting.yaml", settings, leader="driver") as job:
-        job.seat(*plan(load_job(EXAMPLES / "counting.yaml", settings)).roles)
+        job.place(*plan(load_job(EXAMPLES / "counting.yaml", settings)).roles)
         job.start()
         for role in ("trainer", "client"):
             shutil.copytree(job.issuer.issue(role), keys / f"{role}-0")

@@ -72,7 +72,7 @@ async def test_a_queue_serves_whoever_joins_and_survives_deaths(tmp_path: Path) 
     file = tmp_path / "queue.yaml"
     file.write_text(MANIFEST)
     with pods(tmp_path, file, [], leader="controller") as made:
-        made.seat(*queue_roles(queue_of(file)))
+        made.place(*queue_roles(queue_of(file)))
         made.start()
         await until(made, "readiness", lambda: all(pod.ask("/readyz") for pod in made.pods.values()))
 
@@ -120,7 +120,7 @@ async def test_a_unit_that_is_given_time_to_end_takes_its_rows_to_the_others(tmp
     file = tmp_path / "queue.yaml"
     file.write_text(MANIFEST)
     with pods(tmp_path, file, [], leader="controller") as made:
-        made.seat(*(replace(role, env={**role.env, LEAVE_ENV: "60"}) for role in queue_roles(queue_of(file))))
+        made.place(*(replace(role, env={**role.env, LEAVE_ENV: "60"}) for role in queue_roles(queue_of(file))))
         made.start()
         await until(made, "readiness", lambda: all(pod.ask("/readyz") for pod in made.pods.values()))
         async with aconnect(made.address, credentials=made.issuer.credentials("client")) as client:
@@ -145,7 +145,7 @@ def test_a_queue_has_no_trainer(tmp_path: Path) -> None:
     file = tmp_path / "queue.yaml"
     file.write_text(MANIFEST)
     with pods(tmp_path, file, [], leader="controller") as made:
-        made.seat(replace(queue_roles(queue_of(file))[0], name="trainer"))
+        made.place(replace(queue_roles(queue_of(file))[0], name="trainer"))
         made.start()
         assert made.finish(within_s=60) == {"trainer-0": 2}
         assert "kind = 'TransferQueue': it has no trainer" in made.pods["trainer-0"].log.read_text()

@@ -96,21 +96,21 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
             corpus.declare("read", ["n"])
             corpus.put({"n": np.arange(100)})
             assert all(corpus.complete(corpus.claim("read", 40)))
-            seats = placed(folder)
-            assert [(seat["role"], seat["index"]) for seat in seats] == [
+            replicas = placed(folder)
+            assert [(replica["role"], replica["index"]) for replica in replicas] == [
                 ("controller", 0),
                 ("storage", 0),
                 ("storage", 1),
             ]
-            for seat in seats:
-                with urllib.request.urlopen(f"{seat['http']}/metrics", timeout=10) as answer:
-                    assert f"asyncflow_{seat['role']}_" in answer.read().decode()
-            os.kill(int(str(seats[1]["pid"])), signal.SIGKILL)
+            for replica in replicas:
+                with urllib.request.urlopen(f"{replica['http']}/metrics", timeout=10) as answer:
+                    assert f"asyncflow_{replica['role']}_" in answer.read().decode()
+            os.kill(int(str(replicas[1]["pid"])), signal.SIGKILL)
             served.until("storage-0 started, attempt 1")
             corpus.put({"n": np.arange(10)})
         assert counted(folder, capsys)["put"] == 110, "of a queue that is served"
         served.end()
-        assert not any(Path(f"/proc/{seat['pid']}").exists() for seat in seats)
+        assert not any(Path(f"/proc/{replica['pid']}").exists() for replica in replicas)
     counts = counted(folder, capsys)
     assert (counts["put"], counts["cleared"], counts["remaining"]) == (110, 0, 110)
     assert "dispatched" not in counts

@@ -1,4 +1,4 @@
-"""What tests of tasks need: the helpers that lie beside them."""
+"""Put the helpers that lie beside the tests of tasks on the import path."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a function returned becomes columns, or a failure of its row."""
+"""The values that a function returned become columns, or a failure of its row."""
 
 from typing import Any
 

@@ -317,7 +317,7 @@ def test_the_time_until_a_rollout_that_left_comes_again_is_nobodys_and_that_of_o
     assert marks == ({(151, "left"), (200, "joined")} if waits == "end" else {(200, "started again")}) | {(290, "left")}
 
 
-def test_a_rollout_that_left_with_its_job_starts_with_it_and_one_that_comes_later_joins(tmp_path):
+def test_a_rollout_that_left_with_its_job_starts_with_it_and_one_that_comes_after_it_joins(tmp_path):
     life(tmp_path, "driver", 0, 100, 200)
     life(tmp_path, "driver", 1, 1000, 1100)
     for index, again in enumerate((1040, 1070)):

@@ -11,7 +11,9 @@ from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.tracks import KINDS, WAITS, Span, Timeline, Track
 
 
-def lane(name: str, *spans: tuple[object, ...], attempt: int = 0, beside: tuple[tuple[object, ...], ...] = ()) -> Track:
+def track_of(
+    name: str, *spans: tuple[object, ...], attempt: int = 0, beside: tuple[tuple[object, ...], ...] = ()
+) -> Track:
     """Return a track: ``ROLE-INDEX``, and its spans (kind or ``idle: WAITS``, begin, end[, step])."""
     role, _, index = name.rpartition("-")
 
@@ -39,10 +41,10 @@ def why(*tracks: Track, of: str) -> list[tuple[float, float, str, str]]:
 
 def test_a_trainer_is_starved_then_waits_for_the_tail_then_for_rewards_then_for_the_bytes():
     found = why(
-        lane("trainer-0", ("idle: claim", 0, 40, 1), ("compute", 40, 50, 1), beside=(("fetch", 38, 40),)),
-        lane("rollout-0", ("generate", 0, 30, 1), ("idle: reward", 30, 35), ("idle: claim", 35, 50)),
-        lane("rollout-1", ("generate", 0, 20, 1), ("idle: claim", 20, 50), beside=(("reward", 19, 21),)),
-        lane("rollout-2", ("generate", 0, 10, 1), ("idle: claim", 10, 50)),
+        track_of("trainer-0", ("idle: claim", 0, 40, 1), ("compute", 40, 50, 1), beside=(("fetch", 38, 40),)),
+        track_of("rollout-0", ("generate", 0, 30, 1), ("idle: reward", 30, 35), ("idle: claim", 35, 50)),
+        track_of("rollout-1", ("generate", 0, 20, 1), ("idle: claim", 20, 50), beside=(("reward", 19, 21),)),
+        track_of("rollout-2", ("generate", 0, 10, 1), ("idle: claim", 10, 50)),
         of="trainer-0",
     )
     assert found == [
@@ -55,19 +57,19 @@ def test_a_trainer_is_starved_then_waits_for_the_tail_then_for_rewards_then_for_
 
 def test_a_rollout_without_prompts_waits_for_the_others_last_ones_or_for_the_trainer():
     tracks = (
-        lane("trainer-0", ("idle: claim", 0, 20, 1), ("compute", 20, 50, 1), beside=(("publish", 50, 55),)),
-        lane("rollout-0", ("generate", 0, 10, 1), ("idle: claim", 10, 60)),
-        lane("rollout-1", ("generate", 0, 20, 1), ("generate", 20, 30, 2), ("idle: claim", 30, 60)),
+        track_of("trainer-0", ("idle: claim", 0, 20, 1), ("compute", 20, 50, 1), beside=(("publish", 50, 55),)),
+        track_of("rollout-0", ("generate", 0, 10, 1), ("idle: claim", 10, 60)),
+        track_of("rollout-1", ("generate", 0, 20, 1), ("generate", 20, 30, 2), ("idle: claim", 30, 60)),
     )
-    assert why(*tracks, lane("driver-0", ("idle: admission", 0, 60)), of="rollout-0") == [
+    assert why(*tracks, track_of("driver-0", ("idle: admission", 0, 60)), of="rollout-0") == [
         (10, 20, "tail", "rollout-1"),
         (20, 50, "back-pressure", "trainer-0"),
         (50, 55, "sync", "trainer-0"),
         (55, 60, "data plane", ""),
     ], "from 20 on the trainer makes an older step than the one that is generated"
-    found = why(*tracks, lane("driver-0", ("idle: version", 0, 60)), of="rollout-0")
+    found = why(*tracks, track_of("driver-0", ("idle: version", 0, 60)), of="rollout-0")
     assert found[1] == (20, 55, "sync", "trainer-0")
-    last = why(*tracks, lane("driver-0", ("idle: dispatched", 0, 60)), of="rollout-0")
+    last = why(*tracks, track_of("driver-0", ("idle: dispatched", 0, 60)), of="rollout-0")
     assert last[:2] == [(10, 30, "tail", "rollout-1"), (30, 50, "tail", "trainer-0")]
     assert why(*tracks, of="rollout-0")[1] == (20, 50, "back-pressure", "trainer-0"), "of a simulation without a driver"
 
@@ -87,32 +89,34 @@ def test_a_rollout_without_prompts_waits_for_the_others_last_ones_or_for_the_tra
     ],
 )
 def test_what_a_process_knows_itself_is_believed(waits, cause, by):
-    found = why(lane("rollout-0", (f"idle: {waits}", 0, 9)), lane("trainer-0", ("compute", 0, 9, 1)), of="rollout-0")
+    found = why(
+        track_of("rollout-0", (f"idle: {waits}", 0, 9)), track_of("trainer-0", ("compute", 0, 9, 1)), of="rollout-0"
+    )
     assert found == [(0, 9, cause, by)]
 
 
 def test_what_is_not_there_keeps_others_waiting():
-    rollout = lane("rollout-0", ("starting", 0, 5), ("swap", 5, 6), ("idle: claim", 6, 20))
-    trainer = lane("trainer-0", ("idle: claim", 0, 20, 1))
+    rollout = track_of("rollout-0", ("starting", 0, 5), ("swap", 5, 6), ("idle: claim", 6, 20))
+    trainer = track_of("trainer-0", ("idle: claim", 0, 20, 1))
     assert why(rollout, trainer, of="trainer-0") == [
         (0, 5, "starting", "rollout-0"),
         (5, 6, "sync", "rollout"),
         (6, 20, "data plane", ""),
     ]
-    due = lane("driver-0", ("idle: admission", 0, 20), beside=(("evaluation", 0, 20),))
+    due = track_of("driver-0", ("idle: admission", 0, 20), beside=(("evaluation", 0, 20),))
     assert why(rollout, trainer, due, of="trainer-0")[::2] == [
         (0, 5, "starting", "rollout-0"),
         (6, 20, "evaluation", ""),
     ], "an evaluation that nobody can serve yet is not what it waits for"
     assert why(rollout, trainer, due, of="driver-0")[0] == (0, 5, "starting", "rollout-0")
-    killed = lane("rollout-0", ("generate", 0, 5, 1), ("idle: lost", 5, 20))
+    killed = track_of("rollout-0", ("generate", 0, 5, 1), ("idle: lost", 5, 20))
     assert why(killed, trainer, of="trainer-0") == [(0, 5, "starved", "rollout-0"), (5, 20, "lost", "rollout-0")]
-    unit = lane("storage-0", ("idle: calls", 0, 5), ("idle: lost", 5, 20))
+    unit = track_of("storage-0", ("idle: calls", 0, 5), ("idle: lost", 5, 20))
     assert why(rollout, trainer, unit, of="trainer-0")[1:] == [(5, 20, "lost", "storage-0")]
-    due = lane("rollout-0", ("idle: start", 0, 5), ("idle: claim", 5, 20))
+    due = track_of("rollout-0", ("idle: start", 0, 5), ("idle: claim", 5, 20))
     assert why(due, trainer, of="trainer-0") == [(0, 5, "starting", "rollout-0"), (5, 20, "data plane", "")]
-    gone = lane("trainer-0", ("compute", 0, 5, 1), ("idle: lost", 5, 9), ("starting", 9, 20))
-    assert why(gone, lane("rollout-0", ("idle: claim", 0, 20)), of="rollout-0")[1:] == [
+    gone = track_of("trainer-0", ("compute", 0, 5, 1), ("idle: lost", 5, 9), ("starting", 9, 20))
+    assert why(gone, track_of("rollout-0", ("idle: claim", 0, 20)), of="rollout-0")[1:] == [
         (5, 9, "lost", "trainer-0"),
         (9, 20, "starting", "trainer-0"),
     ]
@@ -120,12 +124,12 @@ def test_what_is_not_there_keeps_others_waiting():
 
 def test_evaluations_and_other_tasks_keep_the_trainer_waiting():
     assert why(
-        lane("trainer-0", ("idle: claim", 0, 30, 1), ("idle: end", 30, 40)),
-        lane(
+        track_of("trainer-0", ("idle: claim", 0, 30, 1), ("idle: end", 30, 40)),
+        track_of(
             "rollout-0", ("evaluation", 0, 10), ("generate", 10, 15, 1), ("idle: claim", 15, 30), ("evaluation", 30, 35)
         ),
-        lane("reference-0", ("idle: claim", 0, 15), ("compute", 15, 30), ("idle: claim", 30, 40)),
-        lane("driver-0", ("idle: calls", 0, 40), beside=(("evaluation", 28, 38),)),
+        track_of("reference-0", ("idle: claim", 0, 15), ("compute", 15, 30), ("idle: claim", 30, 40)),
+        track_of("driver-0", ("idle: calls", 0, 40), beside=(("evaluation", 28, 38),)),
         of="trainer-0",
     ) == [
         (0, 10, "evaluation", ""),
@@ -135,38 +139,38 @@ def test_evaluations_and_other_tasks_keep_the_trainer_waiting():
         (38, 40, "data plane", ""),
     ]
     assert why(
-        lane("trainer-0", ("compute", 0, 10, 1)),
-        lane("rollout-0", ("idle: claim", 0, 10)),
-        lane("reference-0", ("idle: claim", 0, 10)),
+        track_of("trainer-0", ("compute", 0, 10, 1)),
+        track_of("rollout-0", ("idle: claim", 0, 10)),
+        track_of("reference-0", ("idle: claim", 0, 10)),
         of="reference-0",
     ) == [(0, 10, "back-pressure", "trainer-0")]
 
 
 def test_a_rank_without_samples_is_not_held_back_by_another_one_that_trains():
-    ranks = lane("trainer-0", ("compute", 0, 10, 1)), lane("trainer-1", ("idle: claim", 0, 10, 1))
-    assert why(*ranks, lane("rollout-0", ("idle: claim", 0, 10)), of="trainer-1") == [(0, 10, "data plane", "")]
+    ranks = track_of("trainer-0", ("compute", 0, 10, 1)), track_of("trainer-1", ("idle: claim", 0, 10, 1))
+    assert why(*ranks, track_of("rollout-0", ("idle: claim", 0, 10)), of="trainer-1") == [(0, 10, "data plane", "")]
 
 
 @pytest.mark.parametrize(
     ("rollout", "cause"),
     [
-        (lane("rollout-0", ("idle: claim", 0, 10), beside=(("receive", 0, 10),)), "sync"),
-        (lane("rollout-0", ("idle: weights", 0, 10)), "sync"),
-        (lane("rollout-0", ("idle: fetch", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
-        (lane("rollout-0", ("idle: delivery", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
+        (track_of("rollout-0", ("idle: claim", 0, 10), beside=(("receive", 0, 10),)), "sync"),
+        (track_of("rollout-0", ("idle: weights", 0, 10)), "sync"),
+        (track_of("rollout-0", ("idle: fetch", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
+        (track_of("rollout-0", ("idle: delivery", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
     ],
 )
 def test_a_trainer_waits_for_bytes_of_samples_before_it_waits_for_those_of_weights(rollout, cause):
-    (found,) = why(lane("trainer-0", ("idle: claim", 0, 10, 1)), rollout, of="trainer-0")
+    (found,) = why(track_of("trainer-0", ("idle: claim", 0, 10, 1)), rollout, of="trainer-0")
     assert found[2] == cause
-    (found,) = why(rollout, lane("rollout-1", ("idle: claim", 0, 10)), of="rollout-1")
+    (found,) = why(rollout, track_of("rollout-1", ("idle: claim", 0, 10)), of="rollout-1")
     assert found[2] == "sync", "a rollout without prompts makes no samples"
 
 
 def test_who_serves_is_idle_while_others_work():
     assert why(
-        lane("controller-0", ("idle: calls", 0, 30)),
-        lane("trainer-0", ("starting", 0, 10), ("compute", 10, 20, 1), ("idle: lost", 20, 30)),
+        track_of("controller-0", ("idle: calls", 0, 30)),
+        track_of("trainer-0", ("starting", 0, 10), ("compute", 10, 20, 1), ("idle: lost", 20, 30)),
         of="controller-0",
     ) == [(0, 10, "starting", "trainer-0"), (10, 20, "starved", ""), (20, 30, "lost", "trainer-0")]
 
@@ -186,7 +190,7 @@ def timelines(draw):
         kinds = st.sampled_from(["fetch", "publish", "reward", "receive", "evaluation"])
         ends = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
         beside = tuple((draw(kinds), *draw(ends)) for _ in range(draw(st.integers(0, 2))))
-        tracks.append(lane(name, *main, beside=beside))
+        tracks.append(track_of(name, *main, beside=beside))
     return Timeline(tracks=tracks, begin=draw(st.integers(0, 10)), end=draw(st.integers(20, 40)))
 
 

@@ -52,16 +52,16 @@ async def pull(source, regions, *, checked=False, version=VERSION, **options) ->
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [1, 4096, 1 << 20])
-async def test_pieces_tile_what_was_asked_for(served, arena, checked, chunk_bytes):
+async def test_chunks_tile_what_was_asked_for(served, arena, checked, chunk_bytes):
     box = Box((10, 20), (20, 3) if chunk_bytes == 1 else (250, 150))
     target = Arena({"w": ("float64", WHOLE)})
-    pieces = await pull(
+    chunks = await pull(
         served, [Region(tensor="w", box=box, itemsize=8)], checked=checked, chunk_bytes=chunk_bytes, window=3
     )
-    for region, data in pieces:
+    for region, data in chunks:
         target.write("w", region.box, memoryview(data))
-    assert sum(region.nbytes for region, _ in pieces) == box.volume * 8
-    assert all(len(data) <= max(chunk_bytes, 8) for _, data in pieces)
+    assert sum(region.nbytes for region, _ in chunks) == box.volume * 8
+    assert all(len(data) <= max(chunk_bytes, 8) for _, data in chunks)
     expected = np.zeros((300, 200))
     inside = np.s_[box.offset[0] : box.offset[0] + box.extent[0], box.offset[1] : box.offset[1] + box.extent[1]]
     expected[inside] = arena.arrays["w"][inside]
@@ -136,12 +136,12 @@ async def test_weights_travel_under_the_key_of_the_job(arena, tmp_path):
     transport = HostTransport(name="holder", credentials=credentials)
     source = Source(worker="holder", address=await transport.start(lambda _, tensor, box: arena.read(tensor, box)))
     region = Region(tensor="w", box=WHOLE, itemsize=8)
-    pieces = await pull(source, [region], credentials=credentials)
-    assert sum(len(data) for _, data in pieces) == region.nbytes
+    chunks = await pull(source, [region], credentials=credentials)
+    assert sum(len(data) for _, data in chunks) == region.nbytes
     await transport.close()
 
 
-def test_an_arena_serves_in_place_and_hands_out_read_only_views(arena):
+def test_an_arena_serves_in_place_and_returns_read_only_views(arena):
     rows = arena.read("w", Box((5, 0), (10, 200)))
     arena.arrays["w"][5, 0] = 42.0
     assert np.frombuffer(rows, np.float64)[0] == 42.0

@@ -1,4 +1,4 @@
-"""What to fetch next, from whom, how much at once and how long to wait."""
+"""Tests of what to fetch next, from whom, how much at once and how long to wait."""
 
 from __future__ import annotations
 

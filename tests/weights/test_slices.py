@@ -63,7 +63,7 @@ def test_subtraction_leaves_exactly_the_rest_without_overlap(case):
 
 
 @given(cases(count=1), st.integers(1, 40))
-def test_split_gives_small_pieces_in_c_order(case, limit):
+def test_split_yields_small_boxes_in_c_order(case, limit):
     shape, (box,) = case
     array = np.arange(int(np.prod(shape))).reshape(shape)
     whole = Box.whole(shape)

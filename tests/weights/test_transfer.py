@@ -22,7 +22,7 @@ TENSORS = {name: np.arange(64, dtype=np.float32) + at for at, name in enumerate(
 
 
 class Fragile(Transport):
-    """Gives two regions of the first pull, and loses the peer then, ``losses`` times. given: the tensors, in order."""
+    """A transport that brings two regions and loses the peer then, ``losses`` times. given: the tensors, in order."""
 
     def __init__(self, *, losses: int) -> None:
         self.given: list[str] = []

@@ -1,4 +1,4 @@
-"""What every transport has to do, over real sockets and memory, with holders that die as real processes."""
+"""Tests of what every transport has to do, over real sockets and memory, with holders that die as real processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def filled(allocate) -> Arena:
 
 
 async def pulled(transport, source, regions, *, checked=False, version=VERSION) -> Arena:
-    """What came, in an arena; every element came once."""
+    """Return what came, in an arena; every element came once."""
     boxes = {region.tensor: (_DTYPES[region.tensor], region.box) for region in regions}
     target = Arena(boxes, allocate=transport.allocate)
     counts = Arena({name: ("uint8", box) for name, (_, box) in boxes.items()})
@@ -104,7 +104,7 @@ def region_of(tensor: str, box: Box) -> Region:
 @kinds
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize(("box", "chunk_bytes"), [(Box((10, 20), (250, 150)), 8192), (WHOLE, 1 << 20)])
-async def test_pieces_tile_what_was_asked_for_and_are_equal_bit_for_bit(opened, kind, checked, box, chunk_bytes):
+async def test_chunks_tile_what_was_asked_for_and_are_equal_bit_for_bit(opened, kind, checked, box, chunk_bytes):
     _, source, arena = await opened(kind, "holder", filled)
     puller, _, _ = await opened(kind, "puller", chunk_bytes=chunk_bytes)
     regions = [region_of("w", box), region_of("b", Box((8,), (3,))), region_of("one", Box.whole(()))]

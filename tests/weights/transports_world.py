@@ -28,7 +28,7 @@ def with_host(kind: str, name: str, **options: Any) -> WithHost:
 
 
 def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> list[tuple[float, AsyncFlowError | None]]:
-    """Have ``blow`` happen when the pulls of ``transport`` have brought that many pieces.
+    """Have ``blow`` happen when the pulls of ``transport`` have brought that many regions.
 
     The list that is returned gets, for each pull, the seconds from the blow to its end, and how it failed.
     """
@@ -60,15 +60,15 @@ def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> lis
 
 
 def spoil(transport: FastTransport) -> None:
-    """Change a byte of every piece that a fast transport brings."""
+    """Change a byte of every chunk that a fast transport brings."""
     made = transport.line
 
     def line(*given, **more):
         good = made(*given, **more)
         bring = good.bring
 
-        async def bad(pieces):
-            chunk = await bring(pieces)
+        async def bad(regions):
+            chunk = await bring(regions)
             return chunk._replace(frames=[_changed(frame) for frame in chunk.frames])
 
         good.bring = bad

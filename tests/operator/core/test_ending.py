@@ -1,4 +1,4 @@
-"""How an operator ends: whatever ends it, the next one need not wait for its Lease."""
+"""The end of an operator: whatever ends it, the next one need not wait for its Lease."""
 
 import asyncio
 from pathlib import Path

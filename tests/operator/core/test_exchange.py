@@ -48,11 +48,11 @@ class Server:
             await served.wait()
             server.close()
 
-    async def flood(self, writer: asyncio.StreamWriter, piece: bytes) -> None:
+    async def flood(self, writer: asyncio.StreamWriter, chunk: bytes) -> None:
         while True:
-            writer.write(piece)
+            writer.write(chunk)
             await writer.drain()
-            self.sent += len(piece)
+            self.sent += len(chunk)
 
 
 @pytest.fixture
@@ -174,11 +174,11 @@ HEADS = st.sampled_from(
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pieces=st.lists(HEADS | st.binary(max_size=40), max_size=10))
-async def test_every_answer_ends_as_an_answer_or_as_a_known_error(pieces: list[bytes]) -> None:
+@given(chunks=st.lists(HEADS | st.binary(max_size=40), max_size=10))
+async def test_every_answer_ends_as_an_answer_or_as_a_known_error(chunks: list[bytes]) -> None:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
 
     try:
         answer = await Server().ask(talk)

@@ -107,13 +107,13 @@ def test_an_object_that_changes_its_group_is_in_one_only() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
-def test_whatever_the_order_of_arrival_the_newest_version_remains(news: list[tuple[str, int]], rng: Any) -> None:
-    history = [raw(name, version=number + 1, uid=name, value=value) for number, (name, value) in enumerate(news)]
+def test_whatever_the_order_of_arrival_the_newest_version_remains(changes: list[tuple[str, int]], rng: Any) -> None:
+    history = [raw(name, version=number + 1, uid=name, value=value) for number, (name, value) in enumerate(changes)]
     arrived = history + history[: len(history) // 2]
     rng.shuffle(arrived)
     noted = Noted()
     for each in arrived:
         noted.store.put("Pod", each)
-    for name in {name for name, _ in news}:
+    for name in {name for name, _ in changes}:
         newest = [each for each in history if each["metadata"]["name"] == name][-1]
         assert noted.view(name) == newest["value"]

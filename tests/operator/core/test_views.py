@@ -222,7 +222,7 @@ def test_a_job_is_parsed_once_per_generation_and_labels() -> None:
     assert custom_resource("RLJob", job(labels={"team": "a"}), again).model.metadata.labels == {"team": "a"}
 
 
-def test_a_job_that_is_planned_for_later_says_so() -> None:
+def test_a_job_that_needs_what_is_not_there_yet_says_so() -> None:
     raw = job()
     raw["spec"]["trainer"] |= {"external": True}
     view = custom_resource("RLJob", raw, None)

@@ -78,7 +78,7 @@ def test_a_busy_key_does_not_starve_the_others() -> None:
     assert taken[:2] == ["busy", "quiet"]
 
 
-def test_a_later_mark_does_not_put_off_an_earlier_one() -> None:
+def test_a_mark_that_is_due_after_another_does_not_put_it_off() -> None:
     worklist, clock, _ = make()
     worklist.mark("a", after_s=5.0)
     worklist.mark("a", after_s=60.0)

@@ -186,7 +186,7 @@ def test_a_job_whose_place_is_wanted_is_suspended_and_then_waits_for_another():
     assert [type(action) for stage in plan.stages for action in stage] == [Report]
 
 
-def test_a_job_that_has_not_begun_and_is_refused_frees_its_quota():
+def test_a_job_that_has_not_begun_and_is_refused_releases_its_quota():
     refused = replace(state(workload(QuotaReserved=("False", "")), job=None), problem="wrong", problem_reason="Invalid")
     (stage,) = decide_job(refused, now=START, desired=DESIRED).stages
     assert [action.ref for action in stage] == [WORKLOAD]

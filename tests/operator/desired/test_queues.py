@@ -128,7 +128,9 @@ def test_its_bytes_have_holders_where_they_do_not_lie_with_the_units(desired: De
     assert budget["spec"]["minAvailable"] == 5
 
 
-def test_a_label_of_ours_on_a_queue_makes_its_objects_those_of_nobody_else(desired: Desired, queue_state: QueueStates):
+def test_a_label_of_asyncflow_on_a_queue_makes_its_objects_those_of_nobody_else(
+    desired: Desired, queue_state: QueueStates
+):
     """A person notes with which job a queue is used: neither its pods nor its policies become those of that job."""
     state = queue_state()
     owner = replace(state.owner, labels={"team": "a", "asyncflow.dev/job": "math", "asyncflow.dev/follows": "math"})
