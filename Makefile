@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
 # Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
-PLAIN := benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard runtime/asyncflow/*/)))
+PLAIN := tests hack examples benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard runtime/asyncflow/*/)))
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,4 +1,4 @@
-"""What the tests of the queue's back ends need of the system: from Debian's packages, where the machine lacks it.
+"""Programs for the tests of the queue's back ends: from Debian's packages, where the machine lacks them.
 
     python hack/debian.py          # prints LD_LIBRARY_PATH and PATH as shell assignments
 

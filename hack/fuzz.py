@@ -68,13 +68,13 @@ def request(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """What comes on a plain stream, in pieces whose lengths the first byte says."""
+    """Bytes on a plain stream, in chunks whose lengths the first byte says."""
     for message in _messages(Inbox(most=MOST), data):
         assert sum(map(len, message)) <= len(data)
 
 
 def places(data: bytes) -> None:
-    """What comes from a peer that shares memory: as in ``stream``, with parts that lie there."""
+    """Messages from a peer that shares memory: as in ``stream``, with parts that lie there."""
     incoming = Incoming(os.dup(_shared))
     kept = list(_messages(Inbox(most=MOST, take=incoming.take), data))
     incoming.close()
@@ -136,7 +136,7 @@ def ledger(data: bytes) -> None:
 
 
 def handshake(data: bytes) -> None:
-    """What a stranger says where a hello or a welcome is due."""
+    """Bytes of an unknown peer in place of a hello or a welcome."""
     for take in (framing.caller, partial(framing.check_welcome, dialled=b"a server")):
         for parts in _messages(Inbox(most=MOST), data):
             with contextlib.suppress(ProtocolError):
@@ -144,7 +144,7 @@ def handshake(data: bytes) -> None:
 
 
 def feed(data: bytes) -> None:
-    """What a primary tells a replica: a list of items, taken into its state, and as a snapshot that takes its place."""
+    """The feed of a replica: a list of items, taken into its state, and as a snapshot that takes its place."""
     try:
         items = _pieces.decode(data)
     except framing.MALFORMED:

@@ -63,7 +63,7 @@ def _endless() -> Said:
     yield from itertools.repeat(b"10000\r\n" + _ZEROS + b"\r\n")
 
 
-def _pieces() -> Said:
+def _small_chunks() -> Said:
     yield f"{_OK}Transfer-Encoding: chunked\r\n\r\n".encode()
     yield from itertools.repeat(b"1\r\n0\r\n" * 1000)
 
@@ -131,7 +131,7 @@ KINDS: Final[dict[str, Callable[[], Said]]] = {
     "refusal": _refusal,
     "bomb": _bomb,
     "endless": _endless,
-    "pieces": _pieces,
+    "pieces": _small_chunks,
     "redirect": _redirect,
     "drip": _drip,
     "trickle": _trickle,

@@ -1,4 +1,4 @@
-"""What people do to a namespace with kubectl, drawn from a seed, on a control plane of ``kube`` where pods live.
+"""Changes that people make with kubectl, drawn from a seed, on a control plane of ``kube`` where pods live.
 
 Jobs and a queue that stands alone are edited, also to what is refused, scaled, suspended, deleted and made again; what
 was made for them is deleted, edited, stripped of labels and owners; objects of others appear under names that the jobs

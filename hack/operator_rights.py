@@ -1,4 +1,4 @@
-"""What the chart allows its operator, on a control plane of ``kube``: granted to those of tests, compared with use.
+"""The rights that the chart gives its operator: granted to those of tests on a control plane, compared with use.
 
 Invariant: the rules are the chart's own, as the files of ``deploy/`` have them; only who has them, and in which
 namespaces the Lease may lie, is widened, so that several operators run side by side and the audit log tells them apart.

@@ -39,7 +39,7 @@ class Series(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of the series ``name`` with ``labels``: it begins at ``to``, if given, and moves ``by`` a minute."""
+    """A change of the series ``name`` with ``labels``: it begins at ``to``, if given, and moves ``by`` a minute."""
 
     name: str
     labels: Mapping[str, str]

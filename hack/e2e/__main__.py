@@ -11,7 +11,7 @@ from typing import Final
 
 from e2e import story
 from e2e.scene import SYSTEM, Scene
-from e2e.telling import Telling
+from e2e.transcript import Transcript
 from images.python import ImageError
 from images.recipes import ROOT
 from kube.build import BuildError
@@ -26,30 +26,30 @@ def main() -> int:
     """Run the chapters on a fresh node."""
     parser = argparse.ArgumentParser(prog="e2e", description="Everything, end to end, on a real node. Needs root.")
     parser.add_argument("--transcript", type=Path, default=ROOT / "runs" / "e2e.txt", help="where it is written down")
-    telling = Telling(parser.parse_args().transcript)
+    transcript = Transcript(parser.parse_args().transcript)
     began = time.monotonic()
     try:
-        telling.chapter("A node")
-        with Node(audited=True, say=telling.say) as node:
+        transcript.chapter("A node")
+        with Node(audited=True, say=transcript.say) as node:
             folder = node.folder
-            scene = Scene(node, telling)
+            scene = Scene(node, transcript)
             try:
                 for chapter in _CHAPTERS:
                     chapter(scene)
             except (PlaneError, subprocess.SubprocessError) as error:
                 _autopsy(scene, error)
-        telling.chapter("The machine afterwards")
+        transcript.chapter("The machine afterwards")
         left = machine.left(folder)
-        telling.check("links, routes, control groups, mounts and processes of the node", holds=not left, found=left)
+        transcript.check("links, routes, control groups, mounts and processes of the node", holds=not left, found=left)
     except (BuildError, ImageError, PlaneError) as error:
-        telling.check("the node and its images", holds=False, found=error)
-    telling.say(f"{time.monotonic() - began:.0f} s in all")
-    return telling.end()
+        transcript.check("the node and its images", holds=False, found=error)
+    transcript.say(f"{time.monotonic() - began:.0f} s in all")
+    return transcript.end()
 
 
 def _autopsy(scene: Scene, error: Exception) -> None:
     """Tell why the story ended early, with what a person would look at next."""
-    scene.telling.check("the story goes on", holds=False, found=error)
+    scene.transcript.check("the story goes on", holds=False, found=error)
     for look in (
         ("get", "pods", "--all-namespaces", "--output", "wide"),
         ("get", "events", "--all-namespaces", "--sort-by", ".lastTimestamp"),
@@ -59,7 +59,7 @@ def _autopsy(scene: Scene, error: Exception) -> None:
         try:
             scene.kubectl(*look)
         except PlaneError as refused:
-            scene.telling.say(str(refused))
+            scene.transcript.say(str(refused))
 
 
 if __name__ == "__main__":

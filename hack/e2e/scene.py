@@ -17,7 +17,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.telling import Telling
+from e2e.transcript import Transcript
 from images.recipes import ROOT
 from kube.build import binary
 from kube.process import PlaneError
@@ -41,15 +41,15 @@ Json = dict[str, Any]
 class Scene:
     """A node and the story that is told of it."""
 
-    def __init__(self, node: Node, telling: Telling) -> None:
+    def __init__(self, node: Node, transcript: Transcript) -> None:
         self.node = node
-        self.telling = telling
+        self.transcript = transcript
         self._shown = ""
 
     def kubectl(self, *arguments: str) -> str:
         """Run kubectl as part of the story."""
         printed = self.node.plane.kubectl(*arguments)
-        self.telling.command(f"kubectl {' '.join(arguments)}", printed)
+        self.transcript.command(f"kubectl {' '.join(arguments)}", printed)
         return printed
 
     def helm(self, *arguments: str) -> None:
@@ -64,7 +64,7 @@ class Scene:
             check=False,
         )
         words, printed = f"helm {' '.join(arguments)}", ended.stdout + ended.stderr
-        self.telling.command(words.replace(f"{ROOT}/", ""), printed.replace(f"{ROOT}/", ""))
+        self.transcript.command(words.replace(f"{ROOT}/", ""), printed.replace(f"{ROOT}/", ""))
         if ended.returncode != 0:
             raise PlaneError(f"helm {arguments[0]} ended with {ended.returncode}")
 
@@ -83,7 +83,7 @@ class Scene:
         }
         volume = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": claim}, "spec": spec}
         self.node.plane.api.create("/api/v1/persistentvolumes", volume)
-        self.telling.say(f"PersistentVolume {claim}, which nobody provisions here: {place}")
+        self.transcript.say(f"PersistentVolume {claim}, which nobody provisions here: {place}")
         return place
 
     def apply(self, overlay: Path) -> None:
@@ -91,7 +91,7 @@ class Scene:
         options = ("--load-restrictor", "LoadRestrictionsNone")
         manifest = self.node.plane.kubectl("kustomize", *options, str(overlay))
         words = f"kubectl kustomize {' '.join(options)} {overlay.relative_to(ROOT)} | kubectl apply -f -"
-        self.telling.command(words, self.node.plane.kubectl("apply", "-f", "-", manifest=manifest))
+        self.transcript.command(words, self.node.plane.kubectl("apply", "-f", "-", manifest=manifest))
 
     def status(self, job: str) -> Json:
         """Return the status of a job."""
@@ -138,7 +138,7 @@ class Scene:
             raise PlaneError(f"{name} is not there to be killed")
         container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         self.node.kill(container)
-        self.telling.say(f"SIGKILL to the process of {name}")
+        self.transcript.say(f"SIGKILL to the process of {name}")
 
     def show(self, job: str) -> None:
         """Tell where a job stands, where that has changed."""
@@ -146,11 +146,11 @@ class Scene:
         row = table.rpartition(" ")[0]
         if row != self._shown:
             self._shown = row
-            self.telling.command(f"kubectl get rlj {job}", table)
+            self.transcript.command(f"kubectl get rlj {job}", table)
 
     def wait(self, condition: Callable[[], object], what: str, *, timeout_s: float = _SOON_S) -> None:
         """Wait, and tell how long it took."""
-        with self.telling.timed(f"waited for {what}"):
+        with self.transcript.timed(f"waited for {what}"):
             self.node.wait_until(condition, what, timeout_s=timeout_s)
 
     def evaluation(self, job: str) -> tuple[int, float, float]:

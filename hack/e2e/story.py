@@ -37,17 +37,17 @@ _STAYS: Final = {
 
 def load_images(scene: Scene) -> None:
     """Make our images, and give them to the node."""
-    scene.telling.chapter("Our images, made offline")
+    scene.transcript.chapter("Our images, made offline")
     for name in IMAGES:
-        with scene.telling.timed(f"make {name}"):
+        with scene.transcript.timed(f"make {name}"):
             made = image(name)
-        with scene.telling.timed(f"load {made.name}"):
+        with scene.transcript.timed(f"load {made.name}"):
             scene.node.load(made)
 
 
 def install(scene: Scene) -> None:
     """Install the chart, in namespaces that enforce what we promise."""
-    scene.telling.chapter("The chart")
+    scene.transcript.chapter("The chart")
     scene.kubectl("create", "namespace", SYSTEM)
     scene.kubectl("label", "namespace", SYSTEM, NAMESPACE, _RESTRICTED)
     chart = str(ROOT / "charts" / "asyncflow")
@@ -58,7 +58,7 @@ def install(scene: Scene) -> None:
 
 def train(scene: Scene) -> None:
     """Train the quickstart as it is."""
-    scene.telling.chapter("examples/quickstart.yaml trains")
+    scene.transcript.chapter("examples/quickstart.yaml trains")
     ledger = _begin(scene, "quickstart", _HERE / "quickstart")
     scene.kubectl("get", "rljobs,transferqueues,weightsyncs,pods,services,persistentvolumeclaims")
     _ask_driver(scene, "quickstart")
@@ -68,7 +68,7 @@ def train(scene: Scene) -> None:
 def disturb(scene: Scene) -> None:
     """Train it again, while rollouts come and go and processes die."""
     job = "quickstart-disturbed"
-    scene.telling.chapter("The same with more steps, disturbed")
+    scene.transcript.chapter("The same with more steps, disturbed")
     ledger = _begin(scene, job, _HERE / "disturbed")
     _reach(scene, job, 5)
     trainer = scene.uid(f"{job}-trainer-0")
@@ -95,7 +95,7 @@ def disturb(scene: Scene) -> None:
 
 def clean(scene: Scene) -> None:
     """Delete the jobs, then the chart, and look at what is left."""
-    scene.telling.chapter("What is left")
+    scene.transcript.chapter("What is left")
     scene.kubectl("delete", "rlj", "--all")
     kinds = scene.kinds()
     ours = "app.kubernetes.io/part-of=asyncflow"
@@ -109,7 +109,7 @@ def clean(scene: Scene) -> None:
         lambda: not scene.left("pods", "deployments", "replicasets", namespace=SYSTEM), "the operator's pods to be gone"
     )
     left = [each for each in scene.left(*kinds, namespace=SYSTEM) if each not in _STAYS]
-    scene.telling.check("left in its namespace beside master key and Lease", holds=not left, found=left)
+    scene.transcript.check("left in its namespace beside master key and Lease", holds=not left, found=left)
 
 
 def _begin(scene: Scene, job: str, overlay: Path) -> Path:
@@ -125,7 +125,7 @@ def _ask_driver(scene: Scene, job: str) -> None:
     driver, secrets = f"{job}-driver-0", scene.status(job)["secrets"]
     with scene.forwarded(driver, HTTP_PORT) as port:
         said = json.loads(_curl(f"http://127.0.0.1:{port}/v1/status"))
-    scene.telling.check("the driver says how it goes", holds=said["phase"] == "Running", found=said["phase"])
+    scene.transcript.check("the driver says how it goes", holds=said["phase"] == "Running", found=said["phase"])
     with tempfile.TemporaryDirectory() as folder, scene.forwarded(driver, CONTROL_PORT) as port:
         authority, header = Path(folder, "ca.crt"), Path(folder, "header")
         authority.write_bytes(scene.secret(secrets["viewer"]["name"], "ca.crt"))
@@ -136,7 +136,7 @@ def _ask_driver(scene: Scene, job: str) -> None:
             for with_token in ((), ("--header", f"@{header}"))
         ]
     found = [answer.rpartition(" ")[2] for answer in answers]
-    scene.telling.check("it takes orders with the job's token alone", holds=found == ["401", "202"], found=found)
+    scene.transcript.check("it takes orders with the job's token alone", holds=found == ["401", "202"], found=found)
 
 
 def _curl(*arguments: str) -> str:
@@ -157,31 +157,33 @@ def _finish(scene: Scene, job: str, ledger: Path) -> None:
     scene.wait(lambda: _ended(scene, job), f"{job} to have finished", timeout_s=_TRAINED_S)
     scene.show(job)
     status = scene.status(job)
-    scene.telling.check("the job has succeeded", holds=status["phase"] == "Succeeded", found=status["phase"])
+    scene.transcript.check("the job has succeeded", holds=status["phase"] == "Succeeded", found=status["phase"])
     step, accuracy, greedy = scene.evaluation(job)
-    scene.telling.check(f"accuracy >= {ACCURACY} on 512 held-out prompts", holds=accuracy >= ACCURACY, found=accuracy)
-    scene.telling.check(f"greedy >= {ACCURACY}, both at the last step", holds=greedy >= ACCURACY, found=greedy)
-    scene.telling.check("the last evaluation is that of the last step", holds=step == steps, found=step)
+    scene.transcript.check(
+        f"accuracy >= {ACCURACY} on 512 held-out prompts", holds=accuracy >= ACCURACY, found=accuracy
+    )
+    scene.transcript.check(f"greedy >= {ACCURACY}, both at the last step", holds=greedy >= ACCURACY, found=greedy)
+    scene.transcript.check("the last evaluation is that of the last step", holds=step == steps, found=step)
     _audit(scene, job, ledger)
 
 
 def _audit(scene: Scene, job: str, folder: Path) -> None:
     command = [sys.executable, "-m", "asyncflow", "audit", str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
-    scene.telling.command(f"asyncflow audit {folder}", ended.stdout + ended.stderr)
+    scene.transcript.command(f"asyncflow audit {folder}", ended.stdout + ended.stderr)
     account = {words[:-1]: int(number) for words, number in _rows(ended.stdout)}
     for what in ("lost", "duplicated"):
         found = account.get((what,), -1)
-        scene.telling.check(f"{job}: samples {what}", holds=found == 0 and ended.returncode == 0, found=found)
+        scene.transcript.check(f"{job}: samples {what}", holds=found == 0 and ended.returncode == 0, found=found)
 
 
 def _rows(printed: str) -> list[tuple[tuple[str, ...], str]]:
     return [(tuple(line.split()), line.split()[-1]) for line in printed.splitlines()]
 
 
-def _lose(scene: Scene, job: str, seat: str, lose: Callable[[], object]) -> None:
-    """Lose the pod of a seat, and wait until another has it, all are ready, and the job is further than before."""
-    name = f"{job}-{seat}"
+def _lose(scene: Scene, job: str, replica: str, lose: Callable[[], object]) -> None:
+    """Lose the pod of a replica, and wait until another has it, all are ready, and the job is further than before."""
+    name = f"{job}-{replica}"
     lost, step = scene.uid(name), scene.status(job).get("step", 0)
     lose()
     scene.wait(lambda: scene.uid(name) not in ("", lost) and _ready(scene, name), f"another {name} to be ready")
@@ -191,7 +193,7 @@ def _lose(scene: Scene, job: str, seat: str, lose: Callable[[], object]) -> None
 
 def _same_trainer(scene: Scene, job: str, uid: str) -> None:
     found = scene.uid(f"{job}-trainer-0")
-    scene.telling.check("nothing about rollouts restarted the trainer", holds=found == uid, found=f"pod {found[:8]}")
+    scene.transcript.check("nothing about rollouts restarted the trainer", holds=found == uid, found=f"pod {found[:8]}")
 
 
 def _reach(scene: Scene, job: str, step: int) -> None:
@@ -228,6 +230,6 @@ def _requests(scene: Scene) -> None:
     """Tell what the operator asked of the API server, and whether it was ever refused for want of a right."""
     asked = scene.node.plane.requests(user=_OPERATOR)
     writes = Counter(f"{each.verb} {each.resource}" for each in asked if each.is_write)
-    scene.telling.say(f"the operator made {len(asked)} requests, among them {dict(writes.most_common())}")
+    scene.transcript.say(f"the operator made {len(asked)} requests, among them {dict(writes.most_common())}")
     forbidden = sorted({f"{each.verb} {each.resource}" for each in asked if each.code == HTTPStatus.FORBIDDEN})
-    scene.telling.check("requests that its rights did not cover", holds=not forbidden, found=forbidden)
+    scene.transcript.check("requests that its rights did not cover", holds=not forbidden, found=forbidden)

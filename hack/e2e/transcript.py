@@ -1,4 +1,4 @@
-"""What is told: commands with what they printed, waits with how long they took, checks with what they found.
+"""A transcript: commands with what they printed, waits with how long they took, checks with what they found.
 
 Invariant: every line goes to the terminal and to the transcript, in the order in which it happened; a check that did
 not hold is remembered, and the story goes on where it can.
@@ -17,8 +17,8 @@ _HIDDEN: Final = re.compile(r"/tmp/asyncflow-kube-[\w-]+")
 _DONE: Final = "ok"
 
 
-class Telling:
-    """One story. path: where the transcript goes."""
+class Transcript:
+    """The transcript of one story. path: where it goes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class Telling:
         self.say(f"{what}: {time.monotonic() - began:.1f} s")
 
     def end(self) -> int:
-        """Tell how it ended, and give the exit status."""
+        """Tell how it ended, and return the exit status."""
         for each in self.broken:
             self.say(f"did not hold: {each}")
         self.say("all checks held" if not self.broken else f"{len(self.broken)} checks did not hold")

@@ -1,6 +1,6 @@
-"""What a Dockerfile says of the image that it ends with: how it is run, with which of our extras and Debian packages.
+"""The image that a Dockerfile ends with: how it is run, with which of AsyncFlow's extras and Debian packages.
 
-Invariant: nothing about an image of ours is written down twice; what is not understood is refused, so that an image
+Invariant: nothing about our images is written down twice; what is not understood is refused, so that an image
 made here cannot differ silently from the one that docker would make.
 """
 

@@ -1,4 +1,4 @@
-"""What a Python program needs at run time, found in the interpreter and environment that run this.
+"""The files that a Python program needs at run time, found in the interpreter and environment that run this.
 
 Three parts, which change at different paces: the interpreter with its standard library, the distributions that a
 requirement needs (read from their metadata, as pip would), and the shared libraries that all of those link (asked of

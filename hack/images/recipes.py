@@ -1,6 +1,6 @@
-"""The images that a cluster of ours needs, by name.
+"""The images that a cluster of AsyncFlow needs, by name.
 
-``operator`` and ``runtime-cpu`` are ours; ``pause`` and ``coredns`` are what a node needs beside. Invariant: a layer is
+``operator`` and ``runtime-cpu`` are its own; ``pause`` and ``coredns`` are what a node needs. Invariant: a layer is
 shared by all images that need the same of it: system, then distributions, then our own wheel, which changes most.
 """
 
@@ -36,7 +36,7 @@ from kube.build import binary
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PREFIX: Final = "localhost/asyncflow"
-"""A name without a registry in front is looked for under a public one, where ours are not."""
+"""A name without a registry in front is looked for under a public one, where AsyncFlow's are not."""
 _CERTIFICATES: Final = "/etc/ssl/certs/ca-certificates.crt"
 _CUDA: Final = ("nvidia-", "cuda-", "triton")
 """Distributions that torch brings from PyPI, and not from the CPU index: left out, but for the libraries it links."""
@@ -50,7 +50,7 @@ def image(name: str) -> Image:
     return RECIPES[name](name)
 
 
-def _ours(name: str) -> Image:
+def _own_image(name: str) -> Image:
     said = dockerfile.read(ROOT / "images" / name / "Dockerfile")
     wheel = _wheel()
     needed = installed(distributions(wheel.requires, said.extras, without=_CUDA))
@@ -153,6 +153,6 @@ def _coredns(_: str) -> Image:
 RECIPES: Final[dict[str, Callable[[str], Image]]] = {
     "pause": _pause,
     "coredns": _coredns,
-    "operator": _ours,
-    "runtime-cpu": _ours,
+    "operator": _own_image,
+    "runtime-cpu": _own_image,
 }

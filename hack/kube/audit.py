@@ -1,4 +1,4 @@
-"""What the API server was asked, by whom, and what it answered: its audit log, read back.
+"""The requests to the API server, who made them, and the answers: its audit log, read back.
 
 Invariant: one record for one request, also for a watch, which the server logs when it begins and again when it ends.
 """
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def is_write(self) -> bool:
-        """Whether it was to change something."""
+        """Return whether it was to change something."""
         return self.verb in WRITES
 
     @property

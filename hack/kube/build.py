@@ -44,7 +44,7 @@ class Target:
     """Something to build: packages of one module.
 
     module: its folder under ``gomod``; pin: the required module whose version names the build;
-    sources: files of ours that are compiled in; links: further names of the binary; tags: build tags; stamps: Go
+    sources: own files that are compiled in; links: further names of the binary; tags: build tags; stamps: Go
     variables that must hold the version, without which Kubernetes calls itself v0.0.0-master.
     """
 
@@ -119,13 +119,13 @@ def binary(name: str, *, say: Say = _silent) -> Path:
 
 def build(name: str, *, say: Say = _silent) -> Path:
     """Return the folder with the binaries of a target, built now or before; two sessions build it once."""
-    home = _home(name)
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(home.with_name(f"{home.name}.lock"), what=name, say=say):
-            if not home.exists():
-                _make(name, home, say=say)
-    return home / "bin"
+    location = _location(name)
+    if not location.exists():
+        location.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(location.with_name(f"{location.name}.lock"), what=name, say=say):
+            if not location.exists():
+                _make(name, location, say=say)
+    return location / "bin"
 
 
 def version(name: str) -> str:
@@ -138,7 +138,7 @@ def version(name: str) -> str:
     return found.group(1)
 
 
-def _home(name: str) -> Path:
+def _location(name: str) -> Path:
     target = TARGETS[name]
     made_from = hashlib.sha256(f"{target} {platform.system()} {platform.machine()}".encode())
     made_from.update(",".join(target.tags).encode())
@@ -147,22 +147,22 @@ def _home(name: str) -> Path:
     return cache() / f"{name}-{version(name)}-{made_from.hexdigest()[:12]}"
 
 
-def _make(name: str, home: Path, *, say: Say) -> None:
+def _make(name: str, location: Path, *, say: Say) -> None:
     target = TARGETS[name]
     if shutil.which("go") is None:
         raise BuildError(_NO_GO)
-    log = home.with_name(f"{home.name}.log")
+    log = location.with_name(f"{location.name}.log")
     say(f"building {name} {version(name)} from Go modules, minutes where nothing is cached; log: {log}")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"{home.name}.", dir=home.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{location.name}.", dir=location.parent) as folder:
         made = Path(folder) / "home"
         (made / "bin").mkdir(parents=True)
         _compile(target, version(name), made / "bin" / name, log)
         for link in target.links:
             (made / "bin" / link).symlink_to(name)
-        made.rename(home)
+        made.rename(location)
     log.unlink()
-    say(f"built {name} {version(name)} in {time.monotonic() - began:.0f} s: {home / 'bin'}")
+    say(f"built {name} {version(name)} in {time.monotonic() - began:.0f} s: {location / 'bin'}")
 
 
 def _compile(target: Target, release: str, output: Path, log: Path) -> None:

@@ -23,7 +23,7 @@ _GRACE_S: Final = 60.0
 
 
 class Folder:
-    """A folder that is ours until it is removed."""
+    """A folder that is locked until it is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class Folder:
         return folder
 
     def remove(self) -> None:
-        """Remove it with all that is in it; it is ours until it is gone, and goes at once."""
+        """Remove it with all that is in it; it is locked until it is gone, and goes at once."""
         _empty(self.path)
         shutil.rmtree(self.path.rename(f"{self.path}.gone"), ignore_errors=True)
         self._lock.close()

@@ -47,7 +47,7 @@ class KubectlError(PlaneError):
 
 
 class ControlPlane:
-    """Starts and ends the servers, and hands out ways to talk to them.
+    """Starts and ends the servers, and makes clients of them.
 
     with_: components beside etcd and API server; audited: record every request; name: for a folder that others find,
     instead of a fresh one; address: of this machine, where a kubelet reaches the API server; apiserver_flags: flags to

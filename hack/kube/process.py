@@ -30,7 +30,7 @@ class PlaneError(RuntimeError):
 class Process:
     """A server and its log. It can be ended and started again with the same command, as a failure or an upgrade.
 
-    env: variables that it has beside ours.
+    env: variables that it has beside those of this process.
     """
 
     def __init__(

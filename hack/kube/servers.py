@@ -1,4 +1,4 @@
-"""How each server of a control plane is started: its command line, as a function of where the plane lives.
+"""The start of each server of a control plane: its command line, as a function of where the plane lives.
 
 Invariant: everything listens on 127.0.0.1 only, the API server on the plane's own address; on ports of this plane, and
 writes only into the plane's folder.

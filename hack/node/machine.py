@@ -1,4 +1,4 @@
-"""What a node needs of the machine, and what it leaves on it while it runs: one link, two routes, a control group.
+"""The traces of a node on its machine, which it needs while it runs: one link, two routes, a control group.
 
 Invariant: addresses and names are fixed, so a machine has one node at a time, and what a killed one left behind is
 found and removed by the next.

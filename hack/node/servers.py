@@ -1,4 +1,4 @@
-"""How each server of a node is started: its command line and configuration, as a function of where the node lives.
+"""The start of each server of a node: its command line and configuration, as a function of where the node lives.
 
 Invariant: nothing is written outside of the node's folder and of the places that its namespaces keep in memory.
 """
