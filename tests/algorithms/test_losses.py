@@ -83,7 +83,7 @@ def test_the_tokens_of_a_response_have_one_ratio_and_are_clipped_together() -> N
 
 
 @pytest.mark.parametrize(("algorithm", "margin"), [(Dpo(), np.log(8)), (Ipo(), np.log(8) / 2)])
-def test_of_a_pair_the_margin_is_measured_and_whether_the_chosen_one_is_ahead(algorithm: Dpo, margin: float) -> None:
+def test_of_a_pair_the_margin_is_measured_and_whether_the_chosen_one_is_likelier(algorithm: Dpo, margin: float) -> None:
     for chosen, ahead in ((1, 1), (-1, 0)):
         terms = measured(algorithm, [2.0, 2.0, 0.5, 1.0, 1.0, 1.0], [chosen, -chosen, 2])
         assert terms.figures["pair_margin"].tolist() == pytest.approx([chosen * margin] * 4 + [0.0] * 2)

@@ -259,7 +259,7 @@ async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
         await unit.holdings.fetch([row], ["a"])
 
 
-async def test_a_full_unit_takes_what_it_promised_to_each_row_once_and_nothing_else():
+async def test_a_full_unit_takes_what_it_reserved_for_each_row_once_and_nothing_else():
     unit = Unit(limit=2 * (8 + 24))
     *rows, other = await unit.create([1, 1])
     for refused in ({"c": [(1, 0)]}, {"b": [(4, 0)]}):

@@ -89,7 +89,10 @@ async def test_what_has_come_is_kept_while_neither_the_source_nor_the_driver_ans
 
 
 class Lying(Fragile):
-    """Gives other bytes of one tensor at first. pulls: base and tensors of each pull; doubted: whom it was told of."""
+    """A transport that gives other bytes of one tensor at first.
+
+    pulls: base and tensors of each pull; doubted: the workers that it was told of.
+    """
 
     def __init__(self) -> None:
         super().__init__(losses=0)
