@@ -57,7 +57,7 @@ class Bench:
     ) -> None:
         self.queue = queue
         self.controller = controller
-        self.changes = ChangeSignal()
+        self.changes = ChangeSignal(every_s=0.1)
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
         self.rewards = RewardTally(needed=6, keep=lambda totals: None)
