@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from typing import get_args
 
 import msgspec
@@ -347,4 +348,51 @@ async def test_answers_wait_for_the_sync_that_covers_them(tmp_path, monkeypatch)
     assert synced[-1] == ledger.bytes
     assert ledger.commit() is None
     assert ledger.lag() == 0.0
+    await ledger.close()
+
+
+@pytest.mark.parametrize(("limit", "appended"), [(0, 11), (25, 16)])
+def test_a_ledger_is_compacted_when_it_is_over_its_limit_and_over_twice_what_it_was(tmp_path, limit, appended):
+    """In records of one size, of which a compaction leaves ten."""
+    state = [Committed(P, step) for step in range(10)]
+    ledger = Ledger(tmp_path, limit=limit * len(pack(state[0])), compact=lambda: state)
+    list(ledger.recover())
+    ledger.begin(state)
+    first = newest(tmp_path)
+    for _ in range(2):
+        for number in range(appended):
+            assert (newest(tmp_path), number) == (first, number)
+            ledger.append(state[:1])
+            ledger.commit()
+        assert newest(tmp_path) != first
+        first = newest(tmp_path)
+    ledger.let_go()
+
+
+@pytest.mark.parametrize("sync", ["interval", "always"])
+async def test_a_disk_that_holds_up_is_told_as_lag_until_it_has_all(tmp_path, monkeypatch, sync):
+    slow = threading.Event()
+    monkeypatch.setattr("asyncflow.queue.ledger.log._INTERVAL_S", 0.0)
+    monkeypatch.setattr("asyncflow.queue.ledger.log.os.fdatasync", lambda _: slow.wait(10))
+    ledger = Ledger(tmp_path, sync=sync)
+    list(ledger.recover())
+    ledger.begin([])
+    assert ledger.lag() == 0.0
+    ledger.append([Committed(P, 1)])
+    confirmed = [ledger.commit()]
+    await asyncio.sleep(0.02)
+    ledger.append([Committed(P, 2)])
+    confirmed.append(ledger.commit())
+    await asyncio.sleep(0.02)
+    assert 0.04 <= ledger.lag() < 5
+    slow.set()
+    if sync == "always":
+        await asyncio.gather(*confirmed)
+    else:
+        assert confirmed == [None, None], "nobody waits for the disk"
+    async with asyncio.timeout(5):
+        while ledger.lag():
+            await asyncio.sleep(0)
+    assert ledger.syncs == 2
+    assert 0.04 <= ledger.sync_s < 5
     await ledger.close()

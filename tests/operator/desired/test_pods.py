@@ -141,6 +141,24 @@ def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobState
     assert {kind for volume in spec["volumes"] for kind in volume} - {"name"} <= allowed
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_can_write_its_run_and_mounts_every_volume_at_one_place(desired: Desired, job_state: JobStates, role):
+    claim = {"claim": {"size": "1Gi"}}
+    durable = job_state(driver=claim, storage={"ledger": claim, "checkpoints": claim})
+    for state, outlives in ((job_state(), ()), (durable, ("driver", "controller", "trainer"))):
+        spec = desired.pod(state, role, 0, 0)["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        containers = [*spec.get("initContainers", ()), *spec["containers"]]
+        for each in containers:
+            paths = [mount["mountPath"] for mount in each["volumeMounts"]]
+            assert len(set(paths)) == len(paths)
+        mounts = [mount for each in containers for mount in each["volumeMounts"]]
+        assert volumes.keys() == {mount["name"] for mount in mounts}
+        (run,) = (mount for mount in mounts if mount["mountPath"] == "/var/lib/asyncflow")
+        assert not run.get("readOnly")
+        assert ("persistentVolumeClaim" in volumes[run["name"]]) == (role in outlives)
+
+
 def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, job_state: JobStates):
     state = job_state(
         model={"source": "pvc://models/seven"},
@@ -194,9 +212,9 @@ def test_devices_of_the_reward_belong_to_the_container_that_scores(
     assert PROFILES[profile].env.items() <= told.items()
     assert "HF_TOKEN" not in told
     assert visible not in {variable["name"] for variable in beside["env"]}
-    host = {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
-    assert host <= {mount["name"] for mount in scores["volumeMounts"]}
-    assert host.isdisjoint(mount["name"] for mount in beside["volumeMounts"])
+    of_devices = {volume["name"] for volume in spec["volumes"] if "hostPath" in volume} | {"shm"}
+    assert of_devices <= {mount["name"] for mount in scores["volumeMounts"]}
+    assert of_devices.isdisjoint(mount["name"] for mount in beside["volumeMounts"])
     assert not any("initContainers" in desired.pod(state, name, 0, 0)["spec"] for name in ("rollout", "trainer"))
     config = next(each for each in desired.supporting(state) if each["kind"] == "ConfigMap")
     (tmp_path / "reward.yaml").write_text(config["data"]["reward.yaml"])
@@ -248,13 +266,14 @@ def test_a_critic_of_its_own_mounts_the_checkpoints_and_outlives_the_trainer(des
     assert "initContainers" not in pod["spec"]
 
 
+@pytest.mark.parametrize("environment", [None, {"function": "mine:World", "config": {"size": 3}}])
 def test_the_container_that_scores_sees_of_the_manifest_its_reward_and_its_environment_only(
-    desired: Desired, job_state: JobStates, tmp_path: Path
+    desired: Desired, job_state: JobStates, tmp_path: Path, environment: dict[str, object] | None
 ):
     state = job_state(
         template={"env": [{"name": "HF_TOKEN", "value": "hf-canary"}]},
         reward={"function": "mine:score", "timeoutSeconds": 3, "files": ["table.json"]},
-        environment={"function": "mine:World", "config": {"size": 3}},
+        environment=environment,
     )
     spec = desired.pod(state, "rollout", 0, 0)["spec"]
     (scores,) = spec["initContainers"]
@@ -271,10 +290,12 @@ def test_the_container_that_scores_sees_of_the_manifest_its_reward_and_its_envir
     (tmp_path / "reward.yaml").write_text(seen.pop(scores["command"][scores["command"].index("--reward") + 1]))
     assert state.job is not None
     assert load_reward(tmp_path / "reward.yaml") == state.job.spec.reward
-    (tmp_path / "environment.yaml").write_text(
-        seen.pop(scores["command"][scores["command"].index("--environment") + 1])
-    )
-    assert load_environment(tmp_path / "environment.yaml") == state.job.spec.environment
+    assert ("--environment" in scores["command"]) == (environment is not None)
+    if environment is not None:
+        (tmp_path / "environment.yaml").write_text(
+            seen.pop(scores["command"][scores["command"].index("--environment") + 1])
+        )
+        assert load_environment(tmp_path / "environment.yaml") == state.job.spec.environment
     assert seen == {}
 
 
@@ -347,6 +368,8 @@ def test_memory_and_devices_are_limits_and_cpu_is_not(desired: Desired, job_stat
     shm = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": str(1 << 30)}
     assert container(pod)["image"] == "registry.example/asyncflow/runtime-cuda:1.2.3"
+    alone = desired.pod(job_state(trainer={"resources": {"sharedMemory": "1Gi"}}), "trainer", 0, 0)
+    assert shm in alone["spec"]["volumes"], "one process may have threads and workers of its own"
 
 
 def test_the_pods_of_the_jobs_queue_belong_to_the_queue_and_to_the_family(desired: Desired, job_state: JobStates):

@@ -107,6 +107,9 @@ def test_only_units_see_the_password_of_a_store_that_others_run(desired: Desired
     entry = {"secret": {"name": "redis", "items": [{"key": "token", "path": "store-password"}]}}
     assert entry in sources["storage"]
     assert entry not in sources["controller"]
+    unlocked = desired.queue_pod(queue_state(backend="redis", store={"address": "redis:6379"}), "storage", 0, 0)
+    seen = unlocked["spec"]["volumes"][0]["projected"]["sources"]
+    assert seen == [source for source in sources["storage"] if source != entry]
     assert f"{CONFIG_DIR}/store-password" == STORE_PASSWORD_FILE
 
 
