@@ -107,8 +107,14 @@ def test_devices_are_those_that_the_schedulers_plug_in_chose(desired: Desired, j
     plain = environment(desired.pod(job_state(trainer=trainer), "trainer", 0, 0))
     assert plain["ASCEND_RT_VISIBLE_DEVICES"] == "0,1"
     assert "ASCEND_VISIBLE_DEVICES" not in plain
-    placed = environment(desired.pod(job_state(trainer=trainer, scheduling={"gang": "volcano"}), "trainer", 0, 0))
-    assert placed["ASCEND_VISIBLE_DEVICES"] == "metadata.annotations['huawei.com/Ascend910']"
+    reward = {"function": "reward_model", "config": {"model": "judge"}, "role": trainer}
+    state = job_state(trainer=trainer, reward=reward, scheduling={"gang": "volcano"})
+    chosen = "metadata.annotations['huawei.com/Ascend910']"
+    assert environment(desired.pod(state, "trainer", 0, 0))["ASCEND_VISIBLE_DEVICES"] == chosen
+    judging = desired.pod(state, "reward", 0, 0)
+    (scores,) = judging["spec"]["initContainers"]
+    assert environment({"spec": {"containers": [scores]}})["ASCEND_VISIBLE_DEVICES"] == chosen
+    assert "ASCEND_VISIBLE_DEVICES" not in environment(judging), "its devices are those of the container that scores"
 
 
 def test_a_template_wins_over_the_facts(desired: Desired, job_state: JobStates):

@@ -121,15 +121,25 @@ def test_labels_say_whose_pod_it_is_and_no_user_changes_that(desired: Desired, j
     )
 
 
-def test_a_rollout_is_told_its_node(desired: Desired, job_state: JobStates):
-    said = container(desired.pod(job_state(), "rollout", 0, 0))["env"]
-    assert {"name": "ASYNCFLOW_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}} in said
+def test_a_pod_is_told_what_its_role_needs_and_no_more(desired: Desired, job_state: JobStates):
+    env = {role: container(desired.pod(job_state(), role, 0, 0))["env"] for role in ROLES}
+    told = {
+        role: {each["name"] for each in said if each["name"].startswith("ASYNCFLOW_")} for role, said in env.items()
+    }
+    everyone = {"ASYNCFLOW_HOST", "ASYNCFLOW_TLS", "ASYNCFLOW_LAST_WORDS"}
+    assert told == dict.fromkeys(ROLES, everyone) | {
+        "driver": everyone | {"ASYNCFLOW_TOKEN_FILE"},
+        "storage": everyone | {"ASYNCFLOW_LEAVE_SECONDS"},
+        "rollout": everyone | {"ASYNCFLOW_NODE", "ASYNCFLOW_REWARD_SOCKET"},
+    }
+    assert {"name": "ASYNCFLOW_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}} in env["rollout"]
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobStates, role):
     spec = desired.pod(job_state(), role, 0, 0)["spec"]
     assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False, "no process finds its peers by variables"
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container({"spec": spec})["securityContext"] == {
@@ -157,6 +167,23 @@ def test_a_pod_can_write_its_run_and_mounts_every_volume_at_one_place(desired: D
         (run,) = (mount for mount in mounts if mount["mountPath"] == "/var/lib/asyncflow")
         assert not run.get("readOnly")
         assert ("persistentVolumeClaim" in volumes[run["name"]]) == (role in outlives)
+
+
+def test_a_claim_for_one_writer_is_mounted_by_one_pod_and_is_made_for_as_many_as_write(
+    desired: Desired, job_state: JobStates
+):
+    claim = {"size": "1Gi"}
+    for mode, mounted in (("ReadWriteOnce", [True, False]), ("ReadWriteMany", [True, True])):
+        many = mode == "ReadWriteMany"
+        storage = {"checkpoints": {"claim": claim, "accessMode": mode}, "ledger": {"claim": claim}}
+        queue = {"storageUnits": 2, "controllers": 2 if many else 1}
+        state = job_state(trainer={"replicas": 2}, storage=storage, transferQueue=queue)
+        pods = [desired.pod(state, "trainer", index, 0) for index in (0, 1)]
+        assert ["math-checkpoints" in str(pod["spec"]["volumes"]) for pod in pods] == mounted
+        claims = (each for each in desired.supporting(state) if each["kind"] == "PersistentVolumeClaim")
+        modes = {each["metadata"]["name"]: each["spec"]["accessModes"] for each in claims}
+        assert modes == {"math-checkpoints": [mode], "math-ledger": [mode]}
+    assert "math-ledger" in str(desired.pod(state, "controller", 1, 0)["spec"]["volumes"])
 
 
 def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, job_state: JobStates):
