@@ -272,6 +272,51 @@ def test_settings_that_kueue_assigned_are_read_from_a_workload() -> None:
     assert object_view({"metadata": {"name": "demo"}}, kind="Workload").phase == "Pending"
 
 
+@pytest.mark.parametrize(
+    ("holding", "admission", "phase", "said"),
+    [
+        ([], False, "Pending", "of QuotaReserved"),
+        (["QuotaReserved"], True, "Reserved", "of QuotaReserved"),
+        (["QuotaReserved", "Admitted"], True, "Admitted", "of Admitted"),
+        (["QuotaReserved", "Admitted", "Evicted"], False, "Evicted", "of Evicted"),
+        (["Admitted", "Evicted"], True, "Evicted", "of Evicted"),
+        (["Evicted"], False, "Pending", "of QuotaReserved"),
+        (["QuotaReserved", "Admitted", "Finished"], True, "Finished", "of Finished"),
+    ],
+)
+def test_the_stage_of_a_workload_is_the_latest_and_an_eviction_lasts_until_its_quota_is_returned(
+    holding: list[str], admission: bool, phase: str, said: str
+) -> None:
+    conditions = [
+        {"type": kind, "status": str(kind in holding), "message": f"of {kind}"}
+        for kind in ("QuotaReserved", "Admitted", "Evicted", "Finished")
+    ]
+    status = {"conditions": conditions} | ({"admission": {"clusterQueue": "all"}} if admission else {})
+    view = object_view({"metadata": {"name": "demo"}, "status": status}, kind="Workload")
+    assert (view.phase, view.said) == (phase, said)
+
+
+@pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
+def test_a_pod_that_has_no_place_and_one_that_may_not_look_for_one_are_told_apart(reason: str) -> None:
+    waits = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "why"}
+    view = pod_view(pod(phase="Pending", conditions=[waits]))
+    assert (view.gated, view.unschedulable) == ((False, "why") if reason == "Unschedulable" else (True, ""))
+
+
+def test_a_deletion_without_a_grace_period_ends_at_once() -> None:
+    raw = copy.deepcopy(POD)
+    raw["metadata"]["deletionTimestamp"] = "2026-11-21T10:00:00Z"
+    view = pod_view(raw)
+    assert (view.deleting, view.ends_by, view.forced) == (True, NOW, False)
+
+
+def test_the_phase_of_any_other_object_is_the_one_of_its_status() -> None:
+    assert (
+        object_view({"metadata": {"name": "d"}, "status": {"phase": "Bound"}}, kind="PersistentVolumeClaim").phase
+        == "Bound"
+    )
+
+
 def test_gates_and_finalizers_of_a_pod_are_read() -> None:
     raw = copy.deepcopy(POD)
     raw["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]

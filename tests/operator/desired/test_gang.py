@@ -69,6 +69,9 @@ def test_kueue_admits_a_rollout_above_the_minimum_by_itself(desired: Desired, jo
     state = state_of(job_state, "kueue", queue=None)
     assert desired.pod(state, "rollout", 2, 0)["metadata"]["labels"][KUEUE_QUEUE] == "default"
     assert KUEUE_QUEUE not in desired.pod(state, "rollout", 1, 0)["metadata"]["labels"]
+    named = desired.pod(state_of(job_state, "kueue", queue="rl"), "rollout", 2, 0)
+    assert named["metadata"]["labels"][KUEUE_QUEUE] == "rl"
+    assert KUEUE_QUEUE not in desired.pod(job_state(), "rollout", 2, 0)["metadata"]["labels"], "nobody asked for Kueue"
 
 
 @pytest.mark.parametrize("gang", ["volcano", "kueue"])
