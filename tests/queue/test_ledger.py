@@ -310,7 +310,13 @@ def test_on_a_full_disk_the_controller_says_so_and_keeps_what_it_answered(tmp_pa
 
 @pytest.mark.process
 def test_a_compaction_that_finds_no_room_stops_nothing(tmp_path):
-    ledger = Ledger(tmp_path, limit=100, compact=lambda: iter([Committed(P, n) for n in range(5000)]))
+    tried = []
+
+    def compact():
+        tried.append(True)
+        return iter([Committed(P, n) for n in range(5000)])
+
+    ledger = Ledger(tmp_path, limit=100, compact=compact)
     list(ledger.recover())
     ledger.begin([])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -321,6 +327,7 @@ def test_a_compaction_that_finds_no_room_stops_nothing(tmp_path):
             assert ledger.commit() is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(tried) < 10, "whenever the file has doubled, and not at every commit"
     assert [event.step for event in read_ledger(tmp_path)] == list(range(200))
     assert not list(tmp_path.glob("*.draft"))
     for step in range(200, 1000):

@@ -142,7 +142,8 @@ def test_secrets_of_a_spec_are_replaced_by_fingerprints_and_nothing_else_is() ->
 
 def test_a_job_without_secrets_is_written_as_it_is() -> None:
     redactor = Redactor(b"key")
-    job = job_of()
+    tolerations = [{"key": "pool", "operator": "Equal", "value": "big"}]
+    job = job_of(template={"podSpec": {"tolerations": tolerations, "hostname": ""}})
     assert encode(job, redactor) == job.model_dump(mode="json", by_alias=True)
     assert not redactor.found
 
