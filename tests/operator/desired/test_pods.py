@@ -502,6 +502,34 @@ def test_the_digest_follows_the_users_settings_of_the_role_and_nothing_else(
     assert digest_of(desired, more, "rollout") == rollout
 
 
+@pytest.mark.parametrize(
+    ("changed", "spec"),
+    [
+        ({"driver"}, {"driver": {"resources": {"cpu": 2}}}),
+        ({"driver"}, {"driver": {"claim": {"size": "1Gi"}}}),
+        ({"driver"}, {"telemetry": {"sinks": [{"kind": "wandb", "secret": "keys"}]}}),
+        ({"controller"}, {"storage": {"ledger": {"claim": {"size": "1Gi"}}}}),
+        ({"controller", "storage"}, {"transferQueue": {"resources": {"cpu": 2}}}),
+        ({"storage"}, {"transferQueue": {"bytesPerUnit": "1Gi"}}),
+        ({"trainer"}, {"storage": {"checkpoints": {"claim": {"size": "1Gi"}}}}),
+        ({"trainer"}, {"trainer": {"resources": {"memory": "1Gi"}}}),
+        ({"rollout"}, {"rollout": {"template": {"labels": {"a": "b"}}}}),
+        ({"rollout"}, {"reward": {"function": "task", "resources": {"cpu": 2}}}),
+        (set(ROLES), {"template": {"podSpec": {"priorityClassName": "low"}}}),
+        (set(ROLES), {"scheduling": {"gang": "volcano"}}),
+        (set(), {"rollout": {"replicas": 5}, "sampling": {"maxTokens": 32}, "suspend": True}),
+    ],
+)
+def test_what_shapes_the_pods_of_a_role_changes_its_digest_and_no_other(
+    desired: Desired, job_state: JobStates, changed: set[str], spec: dict[str, object]
+):
+    before, after = (
+        {role: desired.pod(state, role, 0, 0)["metadata"]["annotations"][DIGEST] for role in ROLES}
+        for state in (job_state(), job_state(**spec))
+    )
+    assert {role for role in ROLES if before[role] != after[role]} == changed
+
+
 @given(
     role=st.sampled_from(ROLES),
     index=st.integers(0, 9999),
