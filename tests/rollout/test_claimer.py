@@ -46,10 +46,16 @@ def loaded() -> Instance:
 
 
 def claimer_of(
-    queue: object, *, instance=None, got=lambda rows: None, parked=lambda purpose: None, backlog=lambda: 0
+    queue: object,
+    *,
+    purpose="train",
+    instance=None,
+    got=lambda rows: None,
+    parked=lambda purpose: None,
+    backlog=lambda: 0,
 ) -> Claimer:
     return Claimer(
-        "train",
+        purpose,
         queue=queue,
         instance=instance or loaded(),
         settings=SETTINGS,
@@ -144,6 +150,18 @@ async def test_rows_that_come_after_a_while_are_taken_at_once_and_more_are_asked
         while len(queue.asked) < 2:
             await asyncio.sleep(0)
     assert (got, queue.withdrawn) == (["a row"], [])
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_rows_of_evaluations_are_claimed_from_their_own_partition():
+    queue, parked = Parked(), []
+    running = asyncio.create_task(claimer_of(queue, purpose="eval", parked=parked.append).run())
+    async with asyncio.timeout(20):
+        while not parked:
+            await asyncio.sleep(0.005)
+    assert [partition for _, partition, _ in queue.asked] == [SETTINGS.eval]
+    assert parked == ["eval"]
     running.cancel()
     await asyncio.wait([running])
 
