@@ -50,7 +50,7 @@ class History:
         assert new or before not in self.whole - self.doubted or self.sources[receiver] == before
 
     def place(self, receiver: str, *, failed: set[str] = frozenset()) -> str | None:
-        return self.spread.place(
+        source = self.spread.place(
             receiver,
             layout=self.layouts[receiver],
             node=NODES[receiver],
@@ -58,6 +58,8 @@ class History:
             version=self.version,
             whole=self.whole,
         )
+        assert source is None or source in self.layouts, "nobody is sent to who has left"
+        return source
 
     def near(self, receiver: str) -> set[str]:
         """Return who on the receiver's node has what it needs, and room."""
@@ -282,6 +284,8 @@ def crossing() -> Spread:
 
 def test_a_source_far_away_is_left_for_one_on_the_node_as_soon_as_that_has_the_whole_version(crossing):
     crossing.join("near", layout="", node="here")
+    assert crossing.place("first", layout="", node="here") == "p"
+    assert crossing.place("first", layout="", node="here", whole={"near", "p"}) == "p", "which has the version itself"
     assert crossing.place("first", layout="", node="here", whole={"near", "q"}) == "near"
 
 
@@ -298,6 +302,42 @@ def test_that_a_source_was_slow_is_forgotten_with_the_version(crossing):
     for version in range(2 * LOYAL):
         source = crossing.place("second", layout="", node="here", version=version, whole={"later"})
         assert source == "first"
+
+
+def test_a_node_keeps_room_for_its_own_unless_the_tree_would_grow_too_deep():
+    spread = Spread()
+    away = [spread.place(f"r{index}", layout="", node=f"n{index}") for index in range(10)]
+    assert away == [None, None, "r0", "r1", "r2", "r3", "r4", "r5", "r0", "r1"]
+    spread = Spread()
+    near = [[spread.place(f"{name}{index}", layout="", node=f"n{index}") for index in range(8)] for name in "rs"]
+    assert near[1] == [f"r{index}" for index in range(8)]
+    spread = Spread()
+    alone = [spread.place(f"r{index}", layout="") for index in range(8)]
+    assert alone == [None, None, "r0", "r0", "r1", "r1", "r2", "r2"], "no other receiver is known to run there"
+
+
+def test_a_node_serves_few_receivers_of_other_nodes_however_many_it_has():
+    spread = Spread()
+    for index in range(8):
+        spread.place(f"here{index}", layout="", node="here")
+    spread.place("root", layout="", node="n")
+    away = [spread.place(f"r{index}", layout="", node=f"n{index}") for index in range(6)]
+    assert sum(str(source).startswith("here") for source in away) == FANOUT
+
+
+def test_publishers_are_left_only_where_they_fail():
+    spread = Spread()
+    assert [spread.place(name, layout="") for name in "abc"] == [None, None, "a"]
+    assert spread.place("b", layout="", whole={"a"}) is None
+    assert spread.place("b", layout="", whole={"a"}, failed={"publisher"}) == "a"
+
+
+def test_who_needs_other_boxes_than_before_pulls_from_others_and_serves_others():
+    spread = Spread()
+    assert [spread.place(name, layout="") for name in "abcd"] == [None, None, "a", "a"]
+    assert spread.place("d", layout="half") is None
+    assert "a" in [spread.place(name, layout="") for name in "ehijk"], "which has room again"
+    assert [spread.place(name, layout="half") for name in "fg"] == [None, "d"]
 
 
 class CountingTransport(HostTransport):
