@@ -18,6 +18,7 @@ from asyncflow.rpc.shm import FREE, PAGE, SIZE, Incoming, Outgoing
 @pytest.fixture
 def pair() -> Iterator[tuple[Outgoing, Incoming]]:
     file = shm.new_arena()
+    shm.check(file)
     outgoing, incoming = Outgoing(file), Incoming(os.dup(file))
     yield outgoing, incoming
     outgoing.close()
@@ -110,6 +111,17 @@ def test_no_other_file_is_taken_for_an_arena(made) -> None:
     with pytest.raises(ProtocolError, match="wants to share"):
         shm.check(file)
     os.close(file)
+
+
+def test_where_no_arena_can_be_made_no_file_stays_open(monkeypatch) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError("no seals here")
+
+    files = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+    with pytest.raises(PermissionError):
+        shm.new_arena()
+    assert os.listdir("/proc/self/fd") == files
 
 
 def test_where_there_is_no_room_nothing_is_put_and_nothing_waits() -> None:

@@ -219,6 +219,13 @@ def test_a_member_that_leaves_is_gone_at_once() -> None:
     directory.leave("a", "drained")
     directory.leave("a", "drained")
     assert scene.told == ["+a", "-a: drained"]
+    assert (directory.member("a"), directory.silent_s("a"), directory.status("a")) == (None, None, {})
+
+
+@pytest.mark.parametrize(("heartbeat_s", "lost_after_s"), [(0.0, 5.0), (5.0, 5.0), (6.0, 5.0)])
+def test_nobody_is_lost_before_the_next_heartbeat_is_due(heartbeat_s: float, lost_after_s: float) -> None:
+    with pytest.raises(ValueError, match="must be longer than heartbeat_s"):
+        Directory(heartbeat_s=heartbeat_s, lost_after_s=lost_after_s)
 
 
 class AnyOrder(RuleBasedStateMachine):
