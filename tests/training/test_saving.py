@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DiskError, Fenced, PeerLost, Refused
@@ -17,10 +18,25 @@ from asyncflow.training.checkpoint import CheckpointManifest
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.saving import Saver
 from asyncflow.training.settings import TrainerSettings
+from asyncflow.training.slice_files import SliceFiles
+from asyncflow.weights.probe import WeightProbe, is_probe
+from asyncflow.weights.sender import PublishedSlice
+from asyncflow.weights.slices import Box
 
 SETTINGS = TrainerSettings(
     schedule=Schedule(steps=9, lag=1, exact=True), partition="train", attempt=3, patience_s=20.0, leave_s=0.01
 )
+
+
+HALF = {
+    "w": PublishedSlice(array=np.ones((2, 2), np.float32), offset=(2, 0), shape=(4, 2)),
+    **WeightProbe(np.arange(3, dtype=np.int32), np.zeros(2, np.float32)).tensors,
+}
+
+
+def whole(weights: dict[str, PublishedSlice]) -> Iterator[tuple[str, Any]]:
+    for name, part in weights.items():
+        yield name, np.full(part.shape, 5, np.float32)
 
 
 class Rank(SingleProcess):
@@ -41,11 +57,13 @@ class Scene(SimpleNamespace):
         self.fails: dict[str, list[AsyncFlowError]] = {"sync": [], "write": [], "commit": []}
         self.synced, self.leaving = asyncio.Event(), asyncio.Event()
         self.synced.set()
+        self.folder: Path | None = None
+        self.publication = SimpleNamespace(carried=lambda step: [step - 1], slices=lambda _: HALF, began_at=0)
         self.saver = Saver(
             SimpleNamespace(group=Rank(rank), shared=shared, write=self.write),  # type: ignore[arg-type]
             queue=SimpleNamespace(sync=self.sync, commit=self.commit),  # type: ignore[arg-type]
-            backend=SimpleNamespace(snapshot=self.snapshot),  # type: ignore[arg-type]
-            publication=SimpleNamespace(carried=lambda step: [step - 1], slices=lambda _: {}),  # type: ignore[arg-type]
+            backend=SimpleNamespace(snapshot=self.snapshot, whole=whole),  # type: ignore[arg-type]
+            publication=self.publication,  # type: ignore[arg-type]
             settings=SETTINGS,
             compute=compute,
             leaving=self.leaving,
@@ -69,8 +87,10 @@ class Scene(SimpleNamespace):
         self.did("sync")
         self.done.append("sync")
 
-    def write(self, manifest: CheckpointManifest, *_fill: Callable[[Path], None]) -> None:
+    def write(self, manifest: CheckpointManifest, *fill: Callable[[Path], None]) -> None:
         self.did("write")
+        for put in fill if self.folder else ():
+            put(self.folder)
         assert (manifest.attempt, manifest.samples, manifest.carried) == (3, 8, [manifest.step - 1])
         self.done.append(f"write {manifest.step}")
 
@@ -163,3 +183,40 @@ async def test_a_trainer_that_leaves_saves_what_is_not_saved_and_nothing_without
     await scene.saver.save_and_leave(6, samples=8)
     assert scene.done[-1] == "copy"
     assert scene.saver.committed == 5
+
+
+@pytest.mark.parametrize(
+    ("shared", "rank", "began_at", "written", "value"),
+    [
+        (True, 0, 0, Box((2, 0), (2, 2)), 1),
+        (True, 1, 0, Box((2, 0), (2, 2)), 1),
+        (False, 0, 0, Box.whole((4, 2)), 5),
+        (False, 0, 1, Box((2, 0), (2, 2)), 1),
+        (False, 1, 0, None, 0),
+    ],
+)
+async def test_each_rank_writes_its_part_of_older_versions_or_the_first_all_of_it(
+    compute, tmp_path: Path, shared, rank, began_at, written, value
+) -> None:
+    """``began_at``: what the first rank read from a checkpoint that nobody else sees is whole already."""
+    scene = Scene(compute, shared=shared, rank=rank)
+    scene.folder, scene.publication.began_at = tmp_path, began_at
+    await scene.save(1)
+    files = sorted(await asyncio.to_thread(lambda: list(tmp_path.iterdir())))
+    assert len(files) == (written is not None)
+    if written is not None:
+        found = SliceFiles(files, framework="numpy")
+        assert found.array("w", written).tolist() == np.full(written.extent, value).tolist()
+        assert any(map(is_probe, found.shapes)) == (rank == 0)
+
+
+async def test_the_end_waits_for_what_is_being_written(compute) -> None:
+    scene = Scene(compute)
+    scene.synced.clear()
+    await scene.saver.begin(1, samples=8)
+    closing = asyncio.create_task(scene.saver.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    scene.synced.set()
+    await closing
+    assert scene.done[-1] == "commit 1"
