@@ -163,6 +163,18 @@ async def test_values_are_one_a_response_token(replicas: Replicas, lengths: list
         await asyncio.to_thread(replicas.links[0].values, batch(1))
 
 
+@pytest.mark.parametrize("folder", ["step-000001/..", "/", "."])
+async def test_a_critic_writes_only_what_it_set_aside_and_only_into_a_checkpoint(
+    replicas: Replicas, folder: str
+) -> None:
+    link = replicas.links[0]
+    with pytest.raises(Refused, match="nothing was set aside that could be written to 'step-000001'"):
+        await asyncio.to_thread(link.write, replicas.folder / "step-000001")
+    await asyncio.to_thread(link.copy)
+    with pytest.raises(Refused, match="nothing was set aside that could be written to"):
+        await asyncio.to_thread(link.write, Path(folder))
+
+
 async def test_replicas_that_lost_one_another_answer_only_who_has_them_begin_anew(replicas: Replicas) -> None:
     link, (first, second) = replicas.links[0], replicas.models
     second.loses = [PeerLost("the first replica is gone")]

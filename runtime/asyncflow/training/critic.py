@@ -415,7 +415,7 @@ class CriticService:
 
     async def _on_write(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
         model = self._of(order.attempt)
-        if self._kept is None or Path(order.folder).name != order.folder:
+        if self._kept is None or order.folder in ("", "..") or Path(order.folder).name != order.folder:
             raise Refused(f"nothing was set aside that could be written to {order.folder!r}")
         write, folder = self._kept, self._checkpoints / order.folder
         await asyncio.get_running_loop().run_in_executor(self._writer, write, folder)
