@@ -230,7 +230,11 @@ async def test_a_beginning_that_is_not_taken_keeps_no_row_from_others(table):
 async def test_a_row_that_cannot_be_given_back_waits_for_its_lease_to_end(table):
     (job,) = await table.take(leased(1))
     table.queue.fails = lambda call, names: PeerLost("the controller is away")
+    job.task = asyncio.current_task()
+    table.changed.clear()
     await table.rows.give_back([job], reason="it leaves")
+    assert not job.task.cancelling(), "who gives its own row back goes on"
+    assert table.changed.is_set(), "there is room for another row"
     assert (job.gone, len(table.rows)) == (True, 0)
 
 
@@ -381,8 +385,8 @@ async def test_samples_that_are_refused_together_are_settled_as_not_taken(delive
 async def test_samples_are_written_again_until_the_unit_is_back_but_not_those_whose_lease_is_lost(
     delivering, monkeypatch
 ):
-    sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+    sleep, slept = asyncio.sleep, []
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, slept.append(seconds)))
     lost = delivering.put(leased(1))
     delivering.put(leased(2))
     await delivering.writes(1)
@@ -392,6 +396,7 @@ async def test_samples_are_written_again_until_the_unit_is_back_but_not_those_wh
     delivering.queue.answers[1].set_result([True])
     await passes(lambda: bool(delivering.ended))
     assert delivering.queue.written == [[10, 20], [20]]
+    assert max(slept) > 0, "it waits before the next attempt"
     assert delivering.settled == [(20, True)]
 
 
