@@ -70,3 +70,4 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_filter_sees_variance() -> None:
     assert zero_variance(np.full(3, 0.1))
     assert not zero_variance(np.array([0.1, 0.1, 0.2]))
+    assert not zero_variance(np.array([0.1])), "a sample alone has none that it equals"
