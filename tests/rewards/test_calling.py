@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_plural_parameters_are_lists_and_the_others_are_of_the_one_prompt(functi
 
 
 def test_a_function_has_the_parameters_that_it_needs_and_may_have_others_with_a_default() -> None:
-    assert read(lambda *, response, answer, scale=2.0: 0.0).names == {"response", "answer"}
+    assert read(lambda first=0, /, *more, response, answer, scale=2.0: 0.0).names == {"response", "answer"}
     every = {"response", "prompt", "answer", "meta", "length", "transcript", "config"}
     assert read(lambda **everything: 0.0).names == every
     assert read(LengthPenalty, {"target": 1}).names == {"length"}
@@ -119,6 +120,12 @@ def test_on_the_cpu_a_class_keeps_its_own_device_and_is_told_its_extractor(devic
     found = RewardFunction.of(Placed, name="mine:Placed", config=None, place=place)
     assert found.call.told == told
 
+    class Needy(Placed):
+        def __init__(self, device, **rest):
+            super().__init__(device=device, **rest)
+
+    assert RewardFunction.of(Needy, name="mine:Needy", config=None, place=place).call.told == ("text", device, 1.0)
+
 
 @pytest.mark.parametrize(
     ("function", "why"),
@@ -148,11 +155,18 @@ class Told(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    "value", [{"reward": 1, "details": {"steps": 2}}, Told(1.0, {"steps": np.int64(2)}), Told(True, {"steps": 2.0})]
+    "value",
+    [
+        {"reward": 1, "details": {"steps": 2}},
+        SimpleNamespace(reward=1, details={"steps": 2}),
+        Told(1.0, {"steps": np.int64(2)}),
+        Told(True, {"steps": 2.0}),
+    ],
 )
 def test_details_are_kept_as_json(value: object) -> None:
     told = score(value)
     assert (told.value, told.failure, json.loads(told.details)) == (1.0, "", {"steps": 2})
+    assert score(SimpleNamespace(reward=1)) == Score(value=1.0)
 
 
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=600), max_size=12))
@@ -208,7 +222,16 @@ def test_a_number_may_be_that_of_an_array(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "count"), [([1.0], "1 values"), (1.0, "a float"), ("abc", "a str"), (None, "NoneType")]
+    ("value", "count"),
+    [
+        ([1.0], "1 values"),
+        (1.0, "a float"),
+        ("abc", "a str"),
+        (None, "NoneType"),
+        (Told(1.0, {}), "a Told"),
+        (np.ones((3, 1)), "a ndarray"),
+        (np.array(1.0), "a ndarray"),
+    ],
 )
 def test_of_many_a_list_is_wanted_as_long_as_they_are(value: object, count: str) -> None:
     function = read(lambda *, responses, prompts: value)
