@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from asyncflow.data.prompter import Prompter, PromptFormat
 from asyncflow.data.put import PutPrompts, PutSource
 from asyncflow.driver.dispatch import Dispatcher, PromptColumns, restore
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import ManifestError, Refused
+from asyncflow.errors import ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
@@ -42,7 +44,7 @@ class Puts:
     async def put(self, *_: object, samples: Samples, group_size: int, **__: object) -> None:
         assert samples.step in self._opened
         tokens = samples.tokens[::group_size]
-        self.skipped[samples.serials[0]] = samples.skipped
+        self.skipped.setdefault(samples.serials[0], []).extend(samples.skipped)
         assert samples.tokens == [count for count in tokens for _ in range(group_size)]
         self.groups += [(serial, samples.step, count) for serial, count in zip(samples.serials, tokens, strict=True)]
 
@@ -149,6 +151,26 @@ def test_the_next_driver_gives_the_same_prompts_to_the_same_steps_and_counts_the
     run(again)
     assert puts.steps == whole.steps
     assert again.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
+
+
+@pytest.mark.parametrize("lost", range(STEPS))
+def test_what_was_issued_before_a_put_failed_is_put_when_the_queue_is_back(lost: int) -> None:
+    whole, puts = Puts(), Puts()
+    run(dispatcher(whole, LONG))
+    made, put, calls = dispatcher(puts, LONG), puts.put, count()
+
+    async def failing(*args: Any, **named: Any) -> None:
+        if next(calls) == lost:
+            raise PeerLost("the queue is gone")
+        await put(*args, **named)
+
+    puts.put = failing  # type: ignore[method-assign]
+    with pytest.raises(PeerLost):
+        asyncio.run(made.run())
+    run(made)
+    assert puts.steps == whole.steps
+    assert sorted(chain(*puts.skipped.values())) == sorted(chain(*whole.skipped.values()))
+    assert made.skipped == len(list(chain(*whole.skipped.values())))
 
 
 def test_a_task_that_is_too_large_is_skipped_too() -> None:

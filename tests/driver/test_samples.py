@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -13,20 +15,24 @@ from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.durability import SamplesSpec
 from asyncflow.api.load import load_job
+from asyncflow.data.base import Prompt
 from asyncflow.driver.evaluation import EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup
 from asyncflow.driver.sample_files import SAMPLES, Format, SampleText, read_step, sample_files, write_samples
 from asyncflow.driver.samples import Choice, Grounds, SampleCollector, rank_of
 from asyncflow.driver.tasks import EVAL, TRAIN
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import LeasedRow, Samples
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples
 from asyncflow.rpc.columns import Jagged
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
 GROUPS = 6
 KEPT = SamplesSpec(per_step=5, extremes=2, per_evaluation=3)
+
+TAGS = {"finish": "length", "style": 0.5, "ratio": float("inf")}
+TASK = Prompt(question="p", answer=[1, "b"])
 
 rewards = st.one_of(st.just(float("nan")), st.sampled_from([0.0, 1.0]), st.floats(-5, 5))
 keys = st.tuples(st.integers(0, 40), st.integers(0, 3))
@@ -66,14 +72,14 @@ async def made_groups(queue: QueueClient, *, step: int = 1, groups: int = GROUPS
     """Have groups generated whose n-th sample has the response ``n``, and give advantages to them."""
     prompts = {
         "prompt_ids": Jagged.from_rows([[ord("p")]] * groups * SIZE, np.int32),
-        "task": Jagged.from_rows([[1]] * groups * SIZE, np.uint8),
+        "task": Jagged.from_rows([np.frombuffer(TASK.packed(), np.uint8)] * groups * SIZE, np.uint8),
     }
     await queue.open_step(partition=TRAIN, step=step, groups=groups, group_size=SIZE, timeout=10)
     serials = list(range(groups * (step - 1), groups * step))
     await queue.put(TRAIN, prompts, group_size=SIZE, samples=Samples(serials=serials, step=step), timeout=10)
     rows = await claim_all(queue, partition=TRAIN, rows=groups * SIZE)
     tags: list[dict[str, Any]] = [
-        {"reward": float(row.meta.serial + row.meta.sample / 10), "version_min": 2, "version_max": 3, "style": 0.5}
+        {"reward": float(row.meta.serial + row.meta.sample / 10), "version_min": 2, "version_max": 3} | TAGS
         for row in rows
     ]
     dtypes = {"logprobs": np.float32, "versions": np.int64, "reward": np.float32, "response_ids": np.int32}
@@ -124,7 +130,9 @@ async def test_samples_are_drawn_by_their_names_whatever_comes_when_and_whoever_
     assert len(kept) <= 5 + 2 * 2
     best = max(kept, key=lambda sample: sample.reward or 0.0)
     assert (best.prompt, best.response, best.reward, best.advantage) == ("p", "\0", 5.3, 3.0)
-    assert (best.version_min, best.version_max, best.details) == (2, 3, {"style": 0.5, "why": ["x"]})
+    assert (best.version_min, best.version_max, best.finish, best.answer) == (2, 3, "length", '[1,"b"]')
+    assert (best.prompt_tokens, best.response_tokens) == (1, 1)
+    assert best.details == {"style": 0.5, "ratio": "inf", "why": ["x"]}
 
 
 async def test_a_sample_that_is_made_again_takes_its_own_place(tmp_path: Path) -> None:
@@ -173,6 +181,37 @@ async def test_ids_that_cannot_be_decoded_end_nothing(tmp_path: Path, caplog: py
         await collector.write(everything=True)
     assert "cannot be decoded" in caplog.text
     assert sample_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), DeadlineExceeded("late"), Refused("damaged"), StaleHandle("gone")])
+async def test_samples_of_an_evaluation_that_cannot_be_read_are_missing(tmp_path: Path, error: AsyncFlowError) -> None:
+    collector = collector_of(SimpleNamespace(fetch=AsyncMock(side_effect=error)), tmp_path)  # type: ignore[arg-type]
+    meta = RowMeta(partition=EVAL, serial=7, sample=0, step=4, purpose="eval")
+    row = LeasedRow(row=1, meta=meta, attempt=0, lease="", until=1.0, unit=0, bytes={})
+    await collector.evaluating([EvaluatedRow(row, 0, "")])
+    collector.evaluated(4)
+    await collector.write()
+    assert collector._open == {}
+    assert sample_files(tmp_path) == []
+
+
+async def test_texts_that_cannot_be_written_are_kept_until_they_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2"]).spec
+    async with queue_of(spec, tmp_path / "queue") as (queue, _):
+        (tmp_path / "run").write_text("no folder")
+        collector = collector_of(queue, tmp_path / "run")
+        for group in await made_groups(queue, groups=2):
+            collector.decided(1, group)
+        await collector.read()
+        collector.trained(1)
+        for _ in range(2):
+            await collector.write()
+        assert caplog.text.count("samples cannot be written") == 1
+        (tmp_path / "run").unlink()
+        await collector.write()
+    assert len(read_step(tmp_path / "run", purpose="train", step=1)) >= KEPT.per_step
 
 
 async def test_the_loop_reads_and_writes_and_only_every_nth_step_is_kept(tmp_path: Path) -> None:
