@@ -77,7 +77,7 @@ def test_every_form_gives_the_same_prompts_in_the_same_order(tmp_path: Path) -> 
 def test_an_evaluation_takes_the_first_questions_of_a_file(tmp_path: Path, scheme: str) -> None:
     source = opened(tmp_path, write(tmp_path, scheme, [{"prompt": f"q{n}"} for n in range(40)]), size=8)
     assert {source.prompt(serial).question for serial in range(8)} == {f"q{n}" for n in range(8)}
-    assert not source.asks("q8")
+    assert not any(source.asks(f"q{n}") for n in range(8, 200))
     with pytest.raises(ManifestError, match="41"):
         opened(tmp_path, f"{scheme}://data-{scheme}", size=41)
 
@@ -130,9 +130,11 @@ def test_a_jsonl_file_that_is_replaced_stays_as_it_was_and_one_written_into_is_r
 
 
 def test_lines_are_ended_by_line_feeds_alone(tmp_path: Path) -> None:
-    (tmp_path / "data #1.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\n  {"prompt": "c"}'.encode())
+    long = "l" * 200_000
+    text = f'\ufeff{{"prompt": "a\u2028b"}}\r\n\n{{"prompt": "{long}"}}\n  {{"prompt": "c"}}'
+    (tmp_path / "data #1.jsonl").write_bytes(text.encode())
     source = opened(tmp_path, "data #1.jsonl")
-    assert {source.prompt(serial).question for serial in range(2)} == {"a\u2028b", "c"}
+    assert {source.prompt(serial).question for serial in range(3)} == {"a\u2028b", long, "c"}
 
 
 def dataset_dict(folder: Path) -> None:
@@ -166,6 +168,7 @@ def test_a_split_is_a_folder_of_what_was_saved(tmp_path: Path) -> None:
         ("parquet://good.parquet", {"columns": []}, "unknown field `columns`"),
         ("parquet://good.parquet?prompt=a", {"prompt": "b"}, "prompt is given twice"),
         ("parquet://dated.parquet", {}, r"column 'day' is date32.*config\.meta.*of: prompt$"),
+        ("parquet://nested.parquet", {}, r"column 'days' is .*date32.*which JSON cannot hold"),
         ("good.jsonl", {"answer": "truth"}, r"has no field 'truth'.*It has: a, none, prompt"),
         ("good.jsonl", {"prompt": "none"}, r"'none' is neither a text nor a list of messages: .* Give a text, or"),
         ("good.csv", {}, r"good\.csv:1: is not JSON: .* Write one JSON object a line"),
@@ -185,6 +188,8 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
     Dataset.from_dict({"prompt": [{"x": 1}]}).to_parquet(tmp_path / "mixed" / "2.parquet")
     pa.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     Dataset.from_dict({"prompt": ["p"], "day": [date(2024, 1, 1)]}).to_parquet(tmp_path / "dated.parquet")
+    nested = {"prompt": ["p"], "days": [[{"n": 1, "day": date(2024, 1, 1)}]]}
+    Dataset.from_dict(nested).to_parquet(tmp_path / "nested.parquet")
     (tmp_path / "good.jsonl").write_text('{"prompt": "p", "a": "1", "none": []}')
     (tmp_path / "good.csv").write_text("prompt,a\np,1\n")
     capfd.readouterr()

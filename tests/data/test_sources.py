@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
-from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, held_out
+from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, digest, held_out
 from asyncflow.data.generated import PRODUCTS, TASKS, TinyTask
 from asyncflow.data.sources import check_disjoint, open_source
 from asyncflow.environments.calculator import answer as calculator
@@ -81,6 +81,11 @@ def test_the_share_held_out_is_as_stated_and_ignores_white_space() -> None:
     kept = sum(held_out(f"question {n}") for n in range(4000)) / 4000
     assert abs(kept - HELD_OUT_SHARE) < 0.03
     assert all(held_out(f"question {n}") == held_out(f" question\n{n}  ") for n in range(100))
+
+
+def test_the_next_release_splits_and_orders_prompts_as_this_one() -> None:
+    assert digest("a", 1) == 4665976284724862560
+    assert [n for n in range(20) if held_out(f"question {n}")] == [5, 9, 11, 16]
 
 
 def solved(question: str) -> str:
@@ -201,7 +206,7 @@ def test_what_is_wrong_with_a_source_is_said_when_it_is_opened(jsonl: Path, spec
 def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> None:
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": True}
 
-    def sums(purpose: str, **more: float) -> PromptSource:
+    def sums(purpose: str, **more: object) -> PromptSource:
         size = {"size": 400} if purpose == "eval" else {}
         return opened(purpose, source="gym://chain_sum", config={**config, **more}, **size)
 
@@ -212,5 +217,6 @@ def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> No
     assert not kept & {train.prompt(serial).question for serial in range(2000)}
     with pytest.raises(ManifestError, match="holds out"):
         check_disjoint(sums("train"), evaluation)
-    with pytest.raises(ManifestError, match="held_out"):
-        sums("train", held_out=1.5)
+    for share in (0, 1, 1.5, True, "half"):
+        with pytest.raises(ManifestError, match=f"held_out = {share!r}"):
+            sums("train", held_out=share)
