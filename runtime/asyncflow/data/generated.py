@@ -36,7 +36,7 @@ def open_gym(
     """
     config = dict(config)
     share = config.pop(SHARE, HELD_OUT_SHARE)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+    if not isinstance(share, float) or not 0 < share < 1:
         raise ManifestError(f"{SHARE} = {share!r}", where=where, hint="Give a share between 0 and 1, or leave it out")
     if "seed" in config:
         raise ManifestError("seed is no setting of the source", where=f"{where}.config", hint=f"Set {where}.seed")
