@@ -17,12 +17,12 @@ from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
 from asyncflow.data.put import PutPrompts, PutSource
 from asyncflow.driver.dispatch import Dispatcher, PromptColumns, restore
-from asyncflow.driver.tasks import tasks_of
+from asyncflow.driver.tasks import TRAIN, tasks_of
 from asyncflow.errors import ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
-from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples, StepState
+from asyncflow.queue.protocol.messages import PartitionSnapshot, RowMeta, Samples, StepState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 LIMIT = 16
@@ -171,6 +171,24 @@ def test_what_was_issued_before_a_put_failed_is_put_when_the_queue_is_back(lost:
     assert puts.steps == whole.steps
     assert sorted(chain(*puts.skipped.values())) == sorted(chain(*whole.skipped.values()))
     assert made.skipped == len(list(chain(*whole.skipped.values())))
+
+
+def test_prompts_whose_bytes_were_lost_are_put_again_the_lowest_steps_first_for_their_own_steps() -> None:
+    puts, asked = Puts(), list[int]()
+
+    async def wanted(*, known: int, **_: object) -> SimpleNamespace:
+        asked.append(known)
+        if known:
+            raise Stopped
+        lost = [(2, 5, 0), (2, 4, 1), (1, 9, 1), (2, 4, 0)]
+        keys = [RowMeta(partition=TRAIN, serial=serial, sample=sample, step=step) for step, serial, sample in lost]
+        return SimpleNamespace(revision=7, keys=keys)
+
+    puts.wanted = wanted  # type: ignore[attr-defined]
+    with pytest.raises(Stopped):
+        asyncio.run(dispatcher(puts, range(1, 12)).replace_lost())
+    assert puts.groups == [(9, 1, 10), (4, 2, 5), (5, 2, 6)]
+    assert asked == [0, 7]
 
 
 def test_a_task_that_is_too_large_is_skipped_too() -> None:
