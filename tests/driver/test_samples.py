@@ -206,7 +206,7 @@ async def test_texts_that_cannot_be_written_are_kept_until_they_can(
             collector.decided(1, group)
         await collector.read()
         collector.trained(1)
-        for _ in range(2):
+        for _ in range(3):
             await collector.write()
         assert caplog.text.count("samples cannot be written") == 1
         (tmp_path / "run").unlink()
@@ -222,6 +222,9 @@ async def test_the_loop_reads_and_writes_and_only_every_nth_step_is_kept(tmp_pat
         for step in (1, 2, 3, 4):
             for group in await made_groups(queue, step=step, groups=2):
                 collector.decided(step, group)
+            async with asyncio.timeout(10):
+                while not sample_files(tmp_path):
+                    await asyncio.sleep(0.01)
             collector.trained(step)
         async with asyncio.timeout(10):
             while collector._open:
