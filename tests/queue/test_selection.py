@@ -47,7 +47,7 @@ def test_an_item_keeps_its_place_but_not_its_weight():
 
 def test_version_filter():
     assert VersionFilter().suits(VersionWindow(7, 7))
-    assert VersionFilter(2).suits(VersionWindow(1, 3))
-    assert not VersionFilter(2).suits(VersionWindow(3, 3))
+    assert [VersionFilter(2).suits(VersionWindow(1, newest)) for newest in (1, 2, 3)] == [False, True, True]
+    assert [VersionFilter(2).suits(VersionWindow(oldest, 3)) for oldest in (1, 2, 3)] == [True, True, False]
     assert VersionFilter(2, (3,)).accepts(VersionWindow(3, 3))
     assert not VersionFilter(2, (4,)).accepts(VersionWindow(3, 3))
