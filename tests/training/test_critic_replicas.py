@@ -171,8 +171,13 @@ async def test_a_critic_writes_only_what_it_set_aside_and_only_into_a_checkpoint
     with pytest.raises(Refused, match="nothing was set aside that could be written to 'step-000001'"):
         await asyncio.to_thread(link.write, replicas.folder / "step-000001")
     await asyncio.to_thread(link.copy)
-    with pytest.raises(Refused, match="nothing was set aside that could be written to"):
+    with pytest.raises(Refused, match="is not the name of a checkpoint"):
         await asyncio.to_thread(link.write, Path(folder))
+
+
+async def test_a_critic_begins_with_a_checkpoint_and_with_no_other_folder(replicas: Replicas) -> None:
+    with pytest.raises(Refused, match=r"'\.\.' is not the name of a checkpoint"):
+        await asyncio.to_thread(replicas.links[0].load, Path("step-000001/.."))
 
 
 async def test_replicas_that_lost_one_another_answer_only_who_has_them_begin_anew(replicas: Replicas) -> None:

@@ -380,7 +380,7 @@ class CriticService:
             hint = "Both need one folder: a claim with accessMode ReadWriteMany (spec.storage.checkpoints)"
             raise ManifestError(what, where=str(self._checkpoints), hint=hint)
         self._model = self._model or self._make()
-        self._model.load(self._checkpoints / order.checkpoint if order.checkpoint else None, meeting)
+        self._model.load(self._checkpoint(order.checkpoint) if order.checkpoint else None, meeting)
         self._attempt, self._learned, self._updates, self._late, self._kept = order.attempt, {}, 0, [], None
 
     async def _on_values(self, asked: CriticBatch, frames: Sequence[memoryview]) -> tuple[CriticReply, Sequence[Any]]:
@@ -415,11 +415,17 @@ class CriticService:
 
     async def _on_write(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
         model = self._of(order.attempt)
-        if self._kept is None or order.folder in ("", "..") or Path(order.folder).name != order.folder:
+        if self._kept is None:
             raise Refused(f"nothing was set aside that could be written to {order.folder!r}")
-        write, folder = self._kept, self._checkpoints / order.folder
+        write, folder = self._kept, self._checkpoint(order.folder)
         await asyncio.get_running_loop().run_in_executor(self._writer, write, folder)
         return CriticReply(files=list(model.files))
+
+    def _checkpoint(self, name: str) -> Path:
+        """Return the folder of the checkpoint ``name``. Raises Refused for a name that leads elsewhere."""
+        if name in ("", "..") or Path(name).name != name:
+            raise Refused(f"{name!r} is not the name of a checkpoint", where="critic")
+        return self._checkpoints / name
 
     def _of(self, attempt: int) -> CriticModel:
         """Return the model. Raises Refused for a call of another attempt than that which it began with."""
