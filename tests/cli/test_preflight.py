@@ -170,7 +170,7 @@ def test_every_wrong_sink_is_named_by_its_number(manifest, capsys):
     sinks = "[{kind: lines}, {kind: tensorboard, options: {a: 1}}, {kind: mlflow, options: {b: 2}}]"
     said = refused(capsys, manifest, f"telemetry.sinks={sinks}")
     assert "3 problems" in said
-    assert "'lines'" in said
+    assert "spec.telemetry.sinks[0]: no installed package offers 'lines'" in said
     assert "spec.telemetry.sinks[1].options: unknown option a" in said
     assert "spec.telemetry.sinks[2].options: unknown option b" in said
 

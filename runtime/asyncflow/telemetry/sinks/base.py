@@ -88,9 +88,9 @@ class MetricSink(ABC):
         """Close the sink. phase: in which the run ended, "" where it did not, or that is not known."""
 
 
-def sink_class(kind: str) -> type[MetricSink]:
-    """Return the sink that is offered as ``kind``. Raises ManifestError."""
-    loaded: type[MetricSink] = load_plugin(SINKS, kind, kind=MetricSink, where=WHERE)
+def sink_class(kind: str, *, where: str = WHERE) -> type[MetricSink]:
+    """Return the sink that is offered as ``kind``. where: named in errors. Raises ManifestError."""
+    loaded: type[MetricSink] = load_plugin(SINKS, kind, kind=MetricSink, where=where)
     return loaded
 
 
@@ -100,7 +100,7 @@ def check_sink(spec: SinkSpec, *, number: int) -> None:
     number: its place among the sinks of its job, from 0.
     """
     where = f"{WHERE}[{number}]"
-    sink = sink_class(spec.kind)
+    sink = sink_class(spec.kind, where=where)
     if absent := [name for name in sink.needs if find_spec(name) is None]:
         hint = f"pip install '{sink.needs[absent[0]]}'"
         raise ManifestError(f"not installed: {', '.join(absent)}", where=where, hint=hint)
