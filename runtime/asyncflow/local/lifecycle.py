@@ -5,7 +5,8 @@ The caller reads the clock and carries out what is decided here; ``Event`` says 
 A *restart group* is what starts and ends together: one replica, or all ranks of a gang. When a member of it dies, the
 others are told to end, and the whole group starts again with the next attempt. Of a role that is scaled the replicas
 with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the
-next attempt, only when it is wanted again. At the end of a job rollouts hand back what they hold, then trainers may
+next attempt, only when it is wanted again. What the leader has dismissed starts again where the leader fails or goes
+on: its successor needs it. At the end of a job rollouts hand back what they hold, then trainers may
 write a checkpoint, then the driver ends, and last those on whom all others rely.
 
 Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
@@ -33,6 +34,8 @@ LONGEST_S = 60.0
 """Most seconds that a restart is put off."""
 SETTLED_S = 20.0
 """A process that ran for so many seconds can run: its next failure is the first of a row."""
+DISMISSED_S = 15.0
+"""Seconds within which a leader that ordered the others to end has ended too; after them they start again."""
 _MOST_DOUBLINGS = 32
 
 WITHIN_S = 8.0
@@ -248,7 +251,7 @@ class ProcessTable:
             (
                 group.start_at
                 for replica, group in self._group_of.items()
-                if group.states[replica] is ProcessState.WAITING
+                if group.states[replica] is ProcessState.WAITING or self._was_dismissed(group)
             ),
             default=None,
         )
@@ -256,6 +259,7 @@ class ProcessTable:
     def due(self, now: float) -> list[Start]:
         """Return the replicas to start at ``now``, in plan order; from here on they count as running."""
         starts = []
+        self._recall((group for group in self._group_of.values() if group.start_at <= now), now)
         for replica, group in self._group_of.items():
             if self._result is None and group.states[replica] is ProcessState.WAITING and group.start_at <= now:
                 group.states[replica] = ProcessState.RUNNING
@@ -283,7 +287,7 @@ class ProcessTable:
             self._restart_if_down(group, now)
             return [], None
         if status.ok:
-            group.states[replica] = ProcessState.DONE
+            group.states[replica], group.start_at = ProcessState.DONE, now + DISMISSED_S
             self._judge_done(group.role)
             return [], None
         group.states[replica] = ProcessState.DOWN
@@ -312,17 +316,22 @@ class ProcessTable:
         group.states.update(dict.fromkeys(others, ProcessState.ENDING))
         group.attempt += 1
         if group.role.leader:
-            self._restart_done(now)
+            self._recall(self._group_of.values(), now)
         self._restart_if_down(group, now)
         wait = restart_delay(group.role.restart, group.failures)
         return others, Restart(
             replicas=tuple(group.states), attempt=group.attempt, delay_s=wait, culprit=replica, status=status
         )
 
-    def _restart_done(self, now: float) -> None:
-        """Start again what a leader that failed may have dismissed already: its successor needs it."""
-        for group in self._group_of.values():
-            if all(state is ProcessState.DONE for state in group.states.values()):
+    def _was_dismissed(self, group: _RestartGroup) -> bool:
+        """Return whether all of a group ended well, while the leader that told it to has not."""
+        goes_on = self._led and self._result is None and not group.role.leader
+        return goes_on and all(state is ProcessState.DONE for state in group.states.values())
+
+    def _recall(self, groups: Iterable[_RestartGroup], now: float) -> None:
+        """Start again what a leader that failed, or does not end, has dismissed."""
+        for group in groups:
+            if self._was_dismissed(group):
                 group.attempt += 1
                 group.states.update(dict.fromkeys(group.states, ProcessState.WAITING))
                 group.start_at = now
