@@ -298,6 +298,8 @@ def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
     staggered = ["schedule={mode: async, update: staggered, swapAt: sequence}"]
     few = load_job(io.StringIO(text.replace("keep: 5", "stagger: 2")), staggered)
     assert few.spec.weight_sync.stagger == 2
+    as_bytes = f"{MINIMAL}  weightSync: {{name: shared, chunkBytes: 1048576}}\n"
+    assert load_job(io.StringIO(as_bytes)).spec.weight_sync.name == "shared"
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ class WeightsSpec(Spec):
         """These fields alone: those that a job's section and a WeightSync share."""
         return WeightsSpec.model_construct(**{field: getattr(self, field) for field in WeightsSpec.model_fields})
 
+    @property
+    def are_defaults(self) -> bool:
+        """True where these fields have their defaults, however they are written: ``1024Ki`` is ``1Mi``."""
+        default = WeightsSpec()
+        written = self.own.model_copy(update={"chunk_bytes": default.chunk_bytes})
+        return written == default and self.chunk_bytes.amount == default.chunk_bytes.amount
+
 
 _DEFAULTS_CEL = (
     "self.transport == 'host' && !has(self.dtype) && !has(self.stagger) && self.delta && !has(self.bandwidth)"
@@ -111,7 +118,7 @@ class JobWeightsSpec(WeightsSpec):
         *WeightsSpec.rules,
         Rule(
             reads=("name", "transport", "dtype", "stagger", "chunk_bytes", "delta", "bandwidth", "keep"),
-            ok=lambda weights: weights.name is None or weights.own == WeightsSpec(),
+            ok=lambda weights: weights.name is None or weights.are_defaults,
             cel=f"!has(self.name) || ({_DEFAULTS_CEL})",
             why="the other fields are those of the WeightSync that it names",
             fix="Set them there, or leave name out",

@@ -1,5 +1,6 @@
 """The CRDs on a real API server: applied as a user would, explained, and refusing what ``validate`` refuses."""
 
+import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncflow.api.load import load
+from asyncflow.errors import ManifestError
 from kube.plane import ControlPlane, KubectlError
 from kube.rest import DRY_RUN, Refused
 
@@ -173,6 +176,14 @@ def test_a_rule_refuses_and_accepts(plane: ControlPlane, kind: str, case: dict[s
         plane.api.create(collection(kind, "default"), an_object(kind, case["refused"]), query=DRY_RUN)
     assert refused.value.status == 422
     assert any(field == case["field"] and case["says"] in said for field, said in refused.value.causes)
+
+
+@pytest.mark.parametrize(("kind", "case"), RULES)
+def test_validate_refuses_and_accepts_as_the_server_does(kind: str, case: dict[str, Any]) -> None:
+    load(io.StringIO(yaml.safe_dump(an_object(kind, case["accepted"]))))
+    with pytest.raises(ManifestError) as refused:
+        load(io.StringIO(yaml.safe_dump(an_object(kind, case["refused"]))))
+    assert case["says"] in str(refused.value)
 
 
 @pytest.mark.parametrize(("kind", "case"), FROZEN)
