@@ -1,7 +1,8 @@
 """Stands between an operator and the API server, counts what is written, and kills the operator at a chosen write.
 
-Invariant: the operator is killed by SIGKILL from outside, and nothing that it sends after that reaches the server; up
-to then it cannot tell this from the server itself. A Lease is no write.
+Invariant: the operator is killed by SIGKILL from outside, and nothing that it sends after that reaches the server, nor
+counts for the next one, whose token is another; up to then it cannot tell this from the server itself. A Lease is no
+write.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from aiohttp import web
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 HOP_BY_HOP = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"))
+NOT_PASSED_ON = HOP_BY_HOP | {"authorization"}
 
 
 class KillingProxy:
@@ -36,6 +38,7 @@ class KillingProxy:
         self._end: Callable[[], Any] = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._dead = True
+        self._life = 0
         self.writes = 0
         self.deadly = 0
         self.answered = True
@@ -52,22 +55,28 @@ class KillingProxy:
         self._thread.join(10)
 
     def arm(self, deadly: int, *, answered: bool, victim: Callable[[], int]) -> None:
-        """Kill the process ``victim`` at write ``deadly``, counted over all operators; 0: let it live."""
+        """Kill the process ``victim``, to be started next, at write ``deadly``, counted over all; 0: let it live."""
+        self._life += 1
+        self._given["users"][0]["user"] = {"token": f"life-{self._life}"}
+        self.kubeconfig.write_text(yaml.safe_dump(self._given))
         self.deadly, self.answered, self.victim, self._dead = deadly, answered, victim, False
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
+        life = self._life
         body = await request.read()
+        if request.headers.get("Authorization") != f"Bearer life-{life}":
+            return web.Response(status=503)
         write = request.method in WRITES and "/leases" not in request.path
         if self._dead or (write and self.deadly and self.writes >= self.deadly):
-            return self._kill()
+            return self._kill(life)
         number = self.writes = self.writes + write
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in HOP_BY_HOP}
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in NOT_PASSED_ON}
         async with self._session.request(
             request.method, self._server + request.raw_path, data=body or None, headers=headers
         ) as got:
             if write and number == self.deadly and not self.answered:
                 await got.read()
-                return self._kill()
+                return self._kill(life)
             answer = web.StreamResponse(status=got.status)
             answer.headers.update({key: value for key, value in got.headers.items() if key.lower() not in HOP_BY_HOP})
             with contextlib.suppress(ConnectionResetError):  # who asked has gone
@@ -76,9 +85,9 @@ class KillingProxy:
                     await answer.write(chunk)
             return answer
 
-    def _kill(self) -> web.Response:
-        """End the operator; the answer finds nobody."""
-        if not self._dead:
+    def _kill(self, life: int) -> web.Response:
+        """End the operator of this life; the answer finds nobody."""
+        if life == self._life and not self._dead:
             self._dead = True
             os.kill(self.victim(), signal.SIGKILL)
         return web.Response(status=503)
@@ -102,8 +111,6 @@ class KillingProxy:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             address: Any = runner.addresses[0]
             cluster["cluster"] = {"server": f"http://127.0.0.1:{address[1]}"}
-            user["user"] = {}
-            self.kubeconfig.write_text(yaml.safe_dump(self._given))
             self._listens.set()
             await ended.wait()
             await runner.cleanup()
