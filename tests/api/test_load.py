@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,27 @@ def test_overrides_make_what_is_not_there_and_the_last_one_wins() -> None:
 
 def test_null_removes_what_is_optional() -> None:
     assert load_job(QUICKSTART, ["evaluation=null"]).spec.evaluation is None
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "schedule.fill=null",
+        "schedule=null",
+        "trainer.backend={name: torch, packing: null}",
+        "rollout.resources.cpu=null",
+    ],
+)
+def test_null_stands_for_the_default(override: str) -> None:
+    assert load_job(io.StringIO(MINIMAL), [override]) == load_job(io.StringIO(MINIMAL))
+
+
+@pytest.mark.parametrize(
+    "override", ["algorithm=null", "algorithm.steps=null", "metadata.labels={a: null}", "unknown=null"]
+)
+def test_null_is_refused_where_a_value_is_needed(override: str) -> None:
+    with pytest.raises(ManifestError, match=re.escape(override.partition("=")[0])):
+        load_job(io.StringIO(MINIMAL), [override])
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ _FOLLOWS = ("default_factory_not_called",)
 
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
     """Build ``model`` from ``data``. Return the object, None where its shape is wrong, and every problem found."""
+    data = _without_nulls(model, data)
     built, errors = _build(model, data)
     if built is not None:
         return built, list(broken(built))
@@ -223,6 +224,21 @@ def _meant(model: type[Spec], place: Place) -> str:
 
 def _touches(place: Place, unknown: Sequence[Place]) -> bool:
     return any(place[: len(other)] == other or other[: len(place)] == place for other in unknown)
+
+
+def _without_nulls(model: type[Spec], data: Any) -> Any:
+    """Return ``data`` without the nulls that stand for a default, as the API server reads it."""
+    if isinstance(data, list):
+        return [_without_nulls(model, item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    optional = {info.alias or name for name, info in model.model_fields.items() if not info.is_required()}
+    inner = {name: part for name, annotation in fields(model).items() if (part := model_of(annotation))}
+    return {
+        key: _without_nulls(inner[key], value) if key in inner else value
+        for key, value in data.items()
+        if value is not None or key not in optional
+    }
 
 
 def _without(data: Any, wrong: Sequence[Place]) -> Any:
