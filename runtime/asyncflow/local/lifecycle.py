@@ -267,6 +267,11 @@ class ProcessTable:
                 starts.append(Start(replica, group.attempt))
         return starts
 
+    def still_due(self, start: Start) -> bool:
+        """Return whether what ``due`` returned is still to be started: its gang may have ended, or it may have left."""
+        group = self._group_of[start.replica]
+        return (group.states[start.replica], group.attempt) == (ProcessState.RUNNING, start.attempt)
+
     def ended(self, replica: LocalReplica, status: ExitStatus, now: float) -> tuple[list[LocalReplica], Restart | None]:
         """Take the end of a running replica.
 

@@ -41,7 +41,6 @@ from asyncflow.local.lifecycle import (
     LocalReplica,
     ProcessEnded,
     ProcessStarted,
-    ProcessState,
     ProcessTable,
     Restarting,
     Scaled,
@@ -351,7 +350,7 @@ class Supervisor:
     def _start(self, start: Start, launch: Launch) -> None:
         """Start a replica, unless another of its gang could not be started since that was decided."""
         replica, attempt = start
-        if self._table.replicas[replica] != (ProcessState.RUNNING, attempt):
+        if not self._table.still_due(start):
             return
         self._http[replica] = launch.http
         log = self._logs[replica]
@@ -371,9 +370,9 @@ class Supervisor:
         self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
 
     def _prepared(self, start: Start) -> Launch | None:
-        """Return how to start a replica, None where the disk does not take what it needs, such as its certificate."""
+        """Return how to start a replica, None where the disk does not take its certificate, or one of its gang's."""
         try:
-            return self._launch(*start)
+            return self._launch(*start) if self._table.still_due(start) else None
         except OSError as error:
             self._cannot_start(start, error)
             return None
