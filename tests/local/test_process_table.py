@@ -59,8 +59,8 @@ def test_a_replica_starts_again_alone_after_its_backoff():
 
 
 def test_failures_in_a_row_wait_longer_and_a_long_life_ends_the_row():
-    table = started(role("rollout", restarts=9))
-    now, waits = 0.0, []
+    table, now, waits = ProcessTable([role("rollout", restarts=9)], now=50.0), 50.0, []
+    table.due(now)
     for lived in (0.1, 0.1, 0.1, SETTLED_S):
         now += lived
         _, restart = table.ended(LocalReplica("rollout", 0), KILLED, now)
@@ -152,9 +152,10 @@ def test_a_stopped_table_starts_nothing_and_decides_nothing_more():
     table = started(role("driver", leader=True), role("trainer", 2, gang=True))
     table.ended(LocalReplica("trainer", 0), KILLED, 1.0)
     table.stop("SIGINT")
+    table.stop("SIGTERM")
     table.ended(LocalReplica("trainer", 1), KILLED, 2.0)
     table.ended(LocalReplica("driver", 0), OK, 2.0)
-    assert not table.result.ok
+    assert (table.result.ok, table.result.reason) == (False, "SIGINT")
     assert table.due(99.0) == []
     assert table.wake_at() is None
 
@@ -190,7 +191,7 @@ def test_a_delay_never_falls_and_has_a_ceiling(failures, backoff):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_replica_ever_has_two_processes_and_attempts_only_grow(data):
+def test_no_replica_ever_has_two_processes_attempts_only_grow_and_all_run_in_the_end(data):
     table = ProcessTable(
         [role("driver", leader=True), role("trainer", 3, gang=True, restarts=50), role("rollout", 2, restarts=50)],
         now=0.0,
@@ -200,6 +201,7 @@ def test_no_replica_ever_has_two_processes_and_attempts_only_grow(data):
     now = 0.0
     for _ in range(30):
         now += data.draw(st.floats(0, 5))
+        assert running.keys() >= set(table.recall(now))
         for replica, attempt in table.due(now):
             assert replica not in running
             assert attempt > last.get(replica, -1)
@@ -214,6 +216,13 @@ def test_no_replica_ever_has_two_processes_and_attempts_only_grow(data):
         table.ended(replica, data.draw(st.sampled_from([OK, KILLED])), now)
     if table.result:
         assert table.due(now + 1000) == []
+        return
+    now += LONGEST_S
+    table.recall(now)
+    for replica in [each for each in running if table.replicas[each][0] is ProcessState.ENDING]:
+        table.ended(replica, KILLED, now)
+    table.due(now + LONGEST_S)
+    assert {state for state, _ in table.replicas.values()} == {ProcessState.RUNNING}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ A *restart group* is what starts and ends together: one replica, or all ranks of
 others are told to end, and the whole group starts again with the next attempt. Of a role that is scaled the replicas
 with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the
 next attempt, only when it is wanted again. What the leader has dismissed starts again where the leader fails or goes
-on: its successor needs it. At the end of a job rollouts hand back what they hold, then trainers may
-write a checkpoint, then the driver ends, and last those on whom all others rely.
+on: its successor needs it. Of a gang some may have ended well before the others were told to: then all start again. At
+the end of a job rollouts hand back what they hold, then trainers may write a checkpoint, then the driver ends, and last
+those on whom all others rely.
 
 Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
 starts only when all its replicas are down. No interval of a policy's ``window_s`` seconds ever holds more than
@@ -89,8 +90,8 @@ class ExitStatus:
 
 
 def restart_delay(policy: RestartPolicy, failures: int) -> float:
-    """Return the seconds to wait after ``failures`` failures in a row (at least one)."""
-    return float(min(policy.backoff_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_S))
+    """Return the seconds to wait after ``failures`` failures in a row; none after none."""
+    return float(min(policy.backoff_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_S)) if failures else 0.0
 
 
 @dataclass(slots=True)
@@ -246,7 +247,7 @@ class ProcessTable:
             group.attempt, group.start_at, group.failures = group.attempt + 1, now, 0
 
     def wake_at(self) -> float | None:
-        """Return the time at which ``due`` has something to start, or None."""
+        """Return the time at which ``recall`` or ``due`` has something to do, or None."""
         return min(
             (
                 group.start_at
@@ -256,10 +257,18 @@ class ProcessTable:
             default=None,
         )
 
+    def recall(self, now: float) -> list[LocalReplica]:
+        """Have all start again whom a leader that does not end has dismissed; return those to be told to end before."""
+        ending: list[LocalReplica] = []
+        for group in self._group_of.values():
+            if group.start_at <= now and self._was_dismissed(group):
+                group.failures = 0
+                ending += self._next_attempt(group, now)
+        return ending
+
     def due(self, now: float) -> list[Start]:
         """Return the replicas to start at ``now``, in plan order; from here on they count as running."""
         starts = []
-        self._recall((group for group in self._group_of.values() if group.start_at <= now), now)
         for replica, group in self._group_of.items():
             if self._result is None and group.states[replica] is ProcessState.WAITING and group.start_at <= now:
                 group.states[replica] = ProcessState.RUNNING
@@ -317,28 +326,32 @@ class ProcessTable:
             self._result = JobResult(ok=False, culprit=replica, status=status, reason=reason)
             return [], None
         group.failures = 1 if now - group.started_at >= SETTLED_S else group.failures + 1
-        others = [other for other, state in group.states.items() if state is ProcessState.RUNNING]
-        group.states.update(dict.fromkeys(others, ProcessState.ENDING))
-        group.attempt += 1
+        others = self._next_attempt(group, now)
         if group.role.leader:
-            self._recall(self._group_of.values(), now)
-        self._restart_if_down(group, now)
+            self._hasten(now)
         wait = restart_delay(group.role.restart, group.failures)
         return others, Restart(
             replicas=tuple(group.states), attempt=group.attempt, delay_s=wait, culprit=replica, status=status
         )
 
-    def _was_dismissed(self, group: _RestartGroup) -> bool:
-        """Return whether all of a group ended well, while the leader that told it to has not."""
-        goes_on = self._led and self._result is None and not group.role.leader
-        return goes_on and all(state is ProcessState.DONE for state in group.states.values())
+    def _next_attempt(self, group: _RestartGroup, now: float) -> list[LocalReplica]:
+        """Have a group start again when all of it is down; return those that are to end before."""
+        others = [other for other, state in group.states.items() if state is ProcessState.RUNNING]
+        group.states.update(dict.fromkeys(others, ProcessState.ENDING))
+        group.attempt += 1
+        self._restart_if_down(group, now)
+        return others
 
-    def _recall(self, groups: Iterable[_RestartGroup], now: float) -> None:
-        """Start again what a leader that failed, or does not end, has dismissed."""
-        for group in groups:
-            if self._was_dismissed(group):
-                group.attempt += 1
-                group.states.update(dict.fromkeys(group.states, ProcessState.WAITING))
+    def _was_dismissed(self, group: _RestartGroup) -> bool:
+        """Return whether some of a group ended well and the rest run, while the leader, which dismissed it, goes on."""
+        states = set(group.states.values())
+        as_told = {ProcessState.DONE} <= states <= {ProcessState.DONE, ProcessState.RUNNING}
+        return self._led and self._result is None and as_told
+
+    def _hasten(self, now: float) -> None:
+        """Let what a leader that failed has dismissed altogether start again now: its successor needs it."""
+        for group in self._group_of.values():
+            if all(state is ProcessState.DONE for state in group.states.values()):
                 group.start_at = now
 
     def _restart_if_down(self, group: _RestartGroup, now: float) -> None:
