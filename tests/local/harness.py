@@ -11,11 +11,12 @@ import errno
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 from asyncflow.errors import ManifestError
 from asyncflow.local import supervisor
-from asyncflow.local.folder import RunFolder
+from asyncflow.local.folder import RunFolder, load_record
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Launch
 from asyncflow.local.scaling import Scaling
@@ -54,6 +55,9 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
     limits = Limits(active_s=float(active_s) if active_s else None, end_s=float(end_s))
 
     def launch(replica: LocalReplica, attempt: int) -> Launch:
+        record = load_record(folder.processes)
+        known = {(placed.role, placed.index, placed.attempt) for placed in record.processes} if record else set()
+        assert (*astuple(replica), attempt) in known, "an attempt is on record before its process exists"
         does = wanted[replica.role].get("does", [])
         if attempt < wanted[replica.role].get("full", {}).get(str(replica.index), 0):
             raise OSError(errno.ENOSPC, "No space left on device")

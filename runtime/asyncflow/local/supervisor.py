@@ -261,10 +261,10 @@ class Supervisor:
         while self._table.result is None:
             if self._fleet is not None:
                 self._rescale(self._fleet)
+            self._end_some(self._table.recall(time.monotonic()), within_s=self._limits.end_s)
             due_at = self._table.wake_at()
             is_due = due_at is not None and due_at <= time.monotonic()
             if (is_due or self._unsaved_since is not None) and self._save():
-                self._end_some(self._table.recall(time.monotonic()), within_s=self._limits.end_s)
                 due = self._table.due(time.monotonic())
                 self._due += [(start, launch) for start in due if (launch := self._prepared(start)) is not None]
             if self._due:
