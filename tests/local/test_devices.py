@@ -65,6 +65,8 @@ def test_ranks_of_a_gang_never_share_one() -> None:
 
 
 def test_devices_are_shared_to_the_last_part() -> None:
+    halves = handed(role("trainer", share=0.6), role("rollout", 2, share=0.3), devices=3)
+    assert halves == {"trainer-0": "0", "rollout-0": "1", "rollout-1": "2"}, "on the devices with the most room"
     thirds = role("trainer", share=0.4), role("rollout", 2, share=0.3)
     assert handed(*thirds, devices=1) == dict.fromkeys(("trainer-0", "rollout-0", "rollout-1"), "0")
     with pytest.raises(ManifestError) as refused:
@@ -102,21 +104,26 @@ def test_auto_is_what_the_machine_has() -> None:
     assert resolved({"profile": "cpu"}, visible=CUDA, devices=4) == ("cpu", 0, [])
 
 
-def test_auto_stands_for_devices_of_tasks_too() -> None:
+@pytest.mark.parametrize(("visible", "count", "profile"), [(CUDA, 2, "nvidia"), (NPU, 16, "ascend-a3")])
+def test_auto_stands_for_devices_of_tasks_too(visible: str, count: int, profile: str) -> None:
     base = job({"profile": "cpu"}, {}).model_dump(mode="json", by_alias=True, exclude_none=True)
-    task = {"name": "a", "function": "m:f", "reads": ["reward"], "writes": [{"name": "x"}], "accelerator": AUTO}
+    task = {"name": "a", "function": "m:f", "reads": ["reward"], "writes": [{"name": "x"}]}
+    task |= {"accelerator": AUTO | {"count": count}}
     base["spec"] |= {"tasks": [task], "reference": {"accelerator": AUTO}, "critic": {"role": {"accelerator": AUTO}}}
     base["spec"]["reward"]["role"] = {"accelerator": AUTO}
     base["spec"]["algorithm"] |= {"name": "ppo", "kl": {"coefficient": 0.1}}
-    given, notes = resolve(
-        RLJob.model_validate(base), find=lambda facts: ["0"] if facts.visible == "CUDA_VISIBLE_DEVICES" else []
-    )
+    given, notes = resolve(RLJob.model_validate(base), find=lambda facts: ["0"] if facts.visible == visible else [])
+    usual = {CUDA: "nvidia", NPU: "ascend-a2"}[visible]
     critic = given.spec.critic
     assert critic is not None
-    for asking in (given.spec.reference, critic.role, given.spec.reward.role, given.spec.tasks[0]):
+    for asking, expected in (
+        (given.spec.reference, (usual, 1)),
+        (critic.role, (usual, 1)),
+        (given.spec.reward.role, (usual, 1)),
+        (given.spec.tasks[0], (profile, count)),
+    ):
         assert asking is not None
-        chosen = asking.accelerator
-        assert (chosen.profile, chosen.count) == ("nvidia", 1)
+        assert (asking.accelerator.profile, asking.accelerator.count) == expected
     assert [note.partition(":")[0] for note in notes] == [
         "spec.reference.accelerator",
         "spec.critic.role.accelerator",
@@ -143,8 +150,9 @@ def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> Non
 
 
 def test_what_auto_stands_for_keeps_the_rules() -> None:
-    with pytest.raises(ManifestError, match="does not give a process so many devices"):
-        resolved(AUTO | {"count": 20}, visible=CUDA, devices=32)
+    for visible in (CUDA, NPU):
+        with pytest.raises(ManifestError, match="does not give a process so many devices"):
+            resolved(AUTO | {"count": 20}, visible=visible, devices=32)
     with pytest.raises(ManifestError, match="the engine computes on the CPU"):
         resolve(job({}, AUTO | {"count": 1}), find=lambda _: ["0"])
 

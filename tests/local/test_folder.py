@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -210,9 +211,12 @@ def test_the_tail_of_a_log_is_what_the_attempt_itself_has_said(tmp_path):
     log.begin(attempt=0, argv=["old"])
     with log.path.open("a") as file:
         file.write("of the first\n")
+    assert log.tail() == ["of the first"]
     log.begin(attempt=1, argv=["new", "a b"])
+    assert log.path.read_text().endswith(" attempt 1: new 'a b'\n")
+    assert log.tail() == [], "what attempts before have said is not its own"
     with log.path.open("ab") as file:
-        file.write(b"\n".join(b"line %d \xff" % n for n in range(100)) + b"\n")
+        file.write(b"\n".join(b"line %d \xff" % n for n in range(100)) + b"\n \n\n")
     log.note("attempt 1 ended")
     tail = log.tail()
     assert len(tail) == 12
@@ -259,6 +263,13 @@ def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path,
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+def test_one_from_which_nothing_came_goes_on_with_what_it_has_on_request(tmp_path):
+    path = without_progress(tmp_path / "run")
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    RunFolder.claim(path, resume=True).release()
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
 @pytest.mark.parametrize("progress", [evaluated, stepped, checkpointed, summed_up])
 def test_a_run_that_made_progress_is_never_cleared_away(tmp_path, progress):
     path = without_progress(tmp_path / "run")
@@ -268,6 +279,12 @@ def test_a_run_that_made_progress_is_never_cleared_away(tmp_path, progress):
         RunFolder.claim(path)
     RunFolder.claim(path, resume=True).release(undo=True)
     assert set(before) <= set(path.rglob("*"))
+    again = RunFolder.claim(path, fresh=True)
+    assert again.moved_to is not None
+    shutil.copytree(again.moved_to, path, dirs_exist_ok=True)
+    again.release(undo=True)
+    assert set(before) <= set(path.rglob("*"))
+    assert {again.moved_to / file.relative_to(path) for file in before} <= set(again.moved_to.rglob("*"))
 
 
 def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_path):

@@ -1,5 +1,8 @@
 """A job's authority on one machine: kept in its folder, renewed in time, shown to nobody else."""
 
+import errno
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,29 @@ def test_certificates_of_a_period_that_is_over_are_written_again(
     issuer.renew()
     assert not set(before) & {file.read_bytes() for file in files}
     assert Credentials(files[1].parent).process.role == "storage"
+
+
+def test_certificates_are_renewed_for_as_long_as_the_job_lasts_however_often_the_disk_refuses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer(tmp_path / "tls")
+    renewals: list[int] = []
+    again = threading.Event()
+
+    def renew() -> None:
+        renewals.append(len(renewals))
+        if len(renewals) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        again.set()
+
+    monkeypatch.setattr(module, "_RENEW_S", 0.001)
+    monkeypatch.setattr(issuer, "renew", renew)
+    with issuer.renewing() as same:
+        assert same is issuer
+        assert again.wait(20)
+    ended = len(renewals)
+    time.sleep(0.02)
+    assert len(renewals) == ended
 
 
 @pytest.mark.parametrize("content", ["", "seed", "job 00ff", "job " + "zz" * 32])

@@ -11,7 +11,7 @@ from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Places, launcher, modules_of, replicas_of
 from asyncflow.plan.job import plan
-from asyncflow.plan.roles import Role
+from asyncflow.plan.roles import Resources, Role
 from asyncflow.rpc.tls import Credentials
 
 JOB = RLJob.model_validate(
@@ -80,9 +80,15 @@ def test_a_replica_that_joins_is_given_a_port_and_keeps_it(tmp_path):
     assert served == ["http://127.0.0.1:16004", "http://127.0.0.1:17000", "http://127.0.0.1:17001"]
 
 
-def test_only_a_role_whose_libraries_read_no_variable_of_the_users_may_be_forked(tmp_path):
+def test_only_a_role_without_devices_or_variables_of_the_users_may_be_forked(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     folder, address = RunFolder(tmp_path, lock=-1), "tcp://127.0.0.1:15001"
-    roles = [replace(each, env={**each.env, "MINE": "1"}) if each.name == "rollout" else each for each in ROLES]
+    device = Resources(cpu=1, profile="nvidia", accelerators=1)
+    changed = {"rollout": {"env": {"MINE": "1"}}, "trainer": {"env": {}, "resources": device}}
+    roles = [replace(each, **changed.get(each.name, {})) for each in ROLES]
     launch = launcher(roles, folder=folder, issuer=Issuer(folder.tls), driver=address, places=places(roles))
-    forked = {each.name: launch(LocalReplica(each.name, 0), 0).imports for each in roles}
-    assert forked == {each.name: None if each.name == "rollout" else modules_of(each) for each in roles}
+    launches = {each.name: launch(LocalReplica(each.name, 0), 0) for each in roles}
+    forked = {name: each.imports for name, each in launches.items()}
+    assert forked == {each.name: None if each.name in changed else modules_of(each) for each in roles}
+    assert forked["driver"][:2] == ("asyncflow.cli", "asyncflow.roles.driver")
+    assert launches["trainer"].env["CUDA_VISIBLE_DEVICES"] == "5"

@@ -18,6 +18,17 @@ def test_ports_are_free_and_below_those_that_the_kernel_gives_away():
             socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_a_port_that_is_asked_for_is_held_or_refused():
+    with PortReservation(1) as (port,), pytest.raises(AsyncFlowError, match=rf"port {port} .* is taken. Give another"):
+        PortReservation(2, first=port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(AsyncFlowError, match="is taken"):
+        PortReservation(2, first=port)
+    reserved = PortReservation(2, first=port)
+    with reserved as ports:
+        assert (ports[0], len(ports)) == (port, 2)
+        assert reserved.another() == ports[2] not in ports[:2]
+
+
 def test_two_holders_never_hold_the_same_port(monkeypatch):
     monkeypatch.setattr("asyncflow.local.placement._ephemeral_low", lambda: 60)
     monkeypatch.setattr("asyncflow.local.placement._LOWEST", 50)

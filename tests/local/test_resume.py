@@ -55,6 +55,7 @@ def test_a_reward_of_its_own_neither_comes_nor_goes_but_may_change():
         ({"spec__data": {"train": {"source": "tiny://reverse-digits", "config": {"digits": 5}}}}, "config.digits"),
         ({"spec__algorithm__groupSize": 4}, "spec.algorithm.groupSize"),
         ({"spec__algorithm__seed": 4}, "spec.algorithm.seed"),
+        ({"spec__transferQueue__controllers": 2}, "spec.transferQueue.controllers"),
         ({"spec__algorithm__steps": 9}, "spec.algorithm.steps"),
     ],
 )

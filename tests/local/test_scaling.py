@@ -1,5 +1,6 @@
 """The wanted number of rollouts: that of a person, of the policy, of the manifest, in this order, within the bounds."""
 
+import contextlib
 import time
 from dataclasses import replace
 
@@ -34,9 +35,9 @@ def seen(scale: Scale) -> tuple[int, str]:
 
 def test_a_person_counts_before_the_policy_and_that_before_the_manifest(tmp_path):
     scaling = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True)
-    assert seen(scaling.wanted()) == (2, "manifest")
+    assert (seen(scaling.wanted()), scaling.wanted().why) == ((2, "manifest"), "the manifest says so")
     scaling.decide(says(4))
-    assert seen(scaling.wanted()) == (4, "policy")
+    assert (seen(scaling.wanted()), scaling.wanted().why) == ((4, "policy"), "the built-in policy")
     scaling.decide(says(None))
     scaling.decide(None)
     assert seen(scaling.wanted()) == (4, "policy"), "a driver that says nothing changes nothing"
@@ -51,6 +52,26 @@ def test_a_policy_that_the_manifest_has_not_switched_on_changes_nothing(tmp_path
     scaling = Scaling(role=ROLE, file=tmp_path / "scale.json")
     scaling.decide(says(4))
     assert seen(scaling.wanted()) == (2, "manifest")
+    write_request(tmp_path / "scale.json", "rollout", 3)
+    assert scaling.wanted().why == "asked for by asyncflow scale"
+
+
+@pytest.mark.parametrize("policy", [True, False])
+async def test_a_change_of_what_the_driver_wants_is_told_and_nothing_else(tmp_path, monkeypatch, policy):
+    scaling = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=policy)
+    answers, told = [says(3), None, says(None), says(3), says(5)], []
+
+    def answer(port, shape):
+        assert (port, shape) == (16000, DriverStatus)
+        if not answers:
+            raise EOFError
+        return answers.pop(0)
+
+    monkeypatch.setattr("asyncflow.local.scaling.ask", answer)
+    monkeypatch.setattr("asyncflow.local.scaling._ASK_S", 0.0)
+    with pytest.raises(EOFError) if policy else contextlib.nullcontext():
+        await scaling.follow(16000, lambda: told.append(seen(scaling.wanted())))
+    assert told == ([(3, "policy"), (5, "policy")] if policy else [])
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [(0, 1), (9, 6)])
@@ -65,12 +86,15 @@ def test_the_next_supervisor_begins_with_what_the_policy_wanted_last(tmp_path):
     assert seen(again.wanted()) == (5, "policy")
     older = msgspec.json.decode(b'{"role": "rollout", "wanted": 5, "least": 1, "most": 6, "by": "policy"}', type=Scale)
     assert seen(Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True, before=older).wanted()) == (5, "policy")
+    asked = Scale(role="rollout", wanted=5, by="person", policy=True)
+    withdrawn = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True, before=asked)
+    assert seen(withdrawn.wanted()) == (2, "manifest")
     switched_off = Scaling(role=ROLE, file=tmp_path / "scale.json", before=before)
     assert seen(switched_off.wanted()) == (2, "manifest")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rollout": -1}', b'{"rollout": "4"}', b"\xff"])
-def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_anew(tmp_path, content):
+def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_anew(tmp_path, caplog, content):
     file = tmp_path / "scale.json"
     write_request(file, "rollout", 3)
     scaling = Scaling(role=ROLE, file=file)
@@ -78,9 +102,12 @@ def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_
     file.write_bytes(content)
     with pytest.raises(ManifestError, match="Write it anew with asyncflow scale"):
         read_requests(file)
-    assert seen(scaling.wanted()) == (3, "person")
+    assert [seen(scaling.wanted()) for _ in range(3)] == [(3, "person")] * 3
     write_request(file, "rollout", 4)
     assert seen(scaling.wanted()) == (4, "person")
+    file.write_bytes(content)
+    assert seen(scaling.wanted()) == (4, "person")
+    assert ["cannot be read" in record.message for record in caplog.records] == [True, True], "once for each time"
 
 
 def test_a_run_for_which_more_was_asked_than_there_are_devices_starts_again(tmp_path, monkeypatch):

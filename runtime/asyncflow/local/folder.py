@@ -398,7 +398,7 @@ class RunFolder:
         it made a step with the new ones.
         """
         with contextlib.suppress(OSError):
-            self.token.unlink(missing_ok=True)
+            self.token.unlink()
         try:
             if undo and self.before and _figures(self.path) == self.figures:
                 self._put_back()

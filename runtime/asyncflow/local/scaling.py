@@ -92,8 +92,8 @@ class Scaling:
     before: Scale | None = None
 
     def __post_init__(self) -> None:
-        held = self.before is not None and self.before.by == "policy" and self.policy
-        self._decided = self.before.wanted if held and self.before is not None else None
+        before = self.before
+        self._decided = before.wanted if before is not None and before.by == "policy" else None
         self._request: int | None = None
         self._unreadable = False
 
