@@ -17,9 +17,11 @@ def test_a_quarter_of_the_slots_is_asked_for_and_nothing_beyond_four_times_the_s
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
 def test_groups_are_given_whole_and_in_order(sizes: list[int], most: int) -> None:
     ready = [[number] * size for number, size in enumerate(sizes)]
-    taken = whole_groups(iter(ready), most=most)
+    offered = iter(ready)
+    taken = whole_groups(offered, most=most)
     count = sum(map(len, taken))
     assert taken == ready[: len(taken)]
     assert bool(taken) == bool(ready)
     assert count <= most or len(taken) == 1
     assert len(taken) == len(ready) or count + len(ready[len(taken)]) > most
+    assert len(list(offered)) >= len(ready) - len(taken) - (count < most), "no more is read than is needed"

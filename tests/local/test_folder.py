@@ -121,6 +121,20 @@ def test_two_runs_never_share_a_folder(tmp_path, how):
     RunFolder.claim(path, **how).release()
 
 
+@pytest.mark.parametrize("made_again", [False, True])
+def test_the_lock_of_a_folder_that_was_removed_meanwhile_is_worth_nothing(tmp_path, monkeypatch, made_again):
+    lock = tmp_path / "run" / "lock"
+
+    def removed(descriptor, how):
+        lock.unlink()
+        if made_again:
+            lock.touch()
+
+    monkeypatch.setattr(folders.fcntl, "flock", removed)
+    with pytest.raises(ManifestError, match="another run is using the folder"):
+        RunFolder.claim(tmp_path)
+
+
 def test_who_begins_where_a_run_goes_on_is_told_that_it_goes_on(tmp_path):
     path = begun(tmp_path / "run")
     folder = RunFolder.claim(path, resume=True)
@@ -250,17 +264,27 @@ def summed_up(path: Path) -> None:
     (path / "summary.json").touch()
 
 
+def exported(path: Path) -> None:
+    (path / "export").mkdir()
+
+
+def prompted(path: Path) -> None:
+    (path / journal.PROMPTS).write_text("{}\n")
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path, fresh):
-    path = without_progress(tmp_path / "run")
+    path, elsewhere = without_progress(tmp_path / "run"), tmp_path / "elsewhere"
     (path / "notes.txt").write_text("mine")
+    (path / "ledger").rename(elsewhere)
+    (path / "ledger").symlink_to(elsewhere)
     folder = RunFolder.claim(path, fresh=fresh)
     assert folder.moved_to is None
     assert load_record(folder.processes) is None
     folder.release()
     assert sorted(entry.name for entry in path.iterdir()) == ["logs", "notes.txt", "run"]
     assert [entry.name for entry in (path / "run").iterdir()] == ["lock"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "run"]
 
 
 def test_one_from_which_nothing_came_goes_on_with_what_it_has_on_request(tmp_path):
@@ -270,7 +294,14 @@ def test_one_from_which_nothing_came_goes_on_with_what_it_has_on_request(tmp_pat
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.parametrize("progress", [evaluated, stepped, checkpointed, summed_up])
+def test_a_queue_is_never_taken_for_a_run_from_which_nothing_came(tmp_path):
+    path = without_progress(tmp_path / "run")
+    (path / "job.yaml").rename(path / "queue.yaml")
+    with pytest.raises(ManifestError, match="already holds a queue"):
+        RunFolder.claim(path)
+
+
+@pytest.mark.parametrize("progress", [evaluated, stepped, checkpointed, summed_up, exported, prompted])
 def test_a_run_that_made_progress_is_never_cleared_away(tmp_path, progress):
     path = without_progress(tmp_path / "run")
     progress(path)

@@ -37,6 +37,16 @@ async def test_a_killed_process_is_told_as_such(tmp_path):
     assert status == ExitStatus(signal=signal.SIGKILL)
 
 
+async def test_what_has_ended_is_sent_no_signal_since_its_number_may_be_anothers(tmp_path, monkeypatch):
+    followed, sent = [], []
+    assert (await ended("", tmp_path / "log", then=followed.append)).ok
+    monkeypatch.setattr(process.os, "killpg", lambda *words: sent.append(words))
+    monkeypatch.setattr(process.signal, "pidfd_send_signal", lambda *words: sent.append(words))
+    followed[0].terminate()
+    followed[0].kill()
+    assert sent == []
+
+
 async def test_a_process_leads_its_own_session_and_reads_nothing(tmp_path):
     code = "import os, sys; print(os.getsid(0) == os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
     assert (await ended(code, tmp_path / "log")).ok
@@ -113,4 +123,7 @@ async def test_a_reaper_that_cannot_be_replaced_at_once_is_replaced_later(tmp_pa
             await asyncio.sleep(0.01)
     assert not refusals
     assert len(os.listdir("/proc/self/fd")) == open_before
-    await watchdog.close()
+    monkeypatch.setattr(process, "_CLOSE_S", 60.0)
+    async with asyncio.timeout(10):
+        await watchdog.close()
+    assert not watchdog._process.alive
