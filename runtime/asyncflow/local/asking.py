@@ -54,14 +54,14 @@ def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
 
     within_s: most seconds between two pieces of the answer.
     """
-    split = urlsplit(url)
     try:
+        split = urlsplit(url)
         connection = http.client.HTTPConnection(split.hostname or "", split.port or 80, timeout=within_s)
         with closing(connection):
             connection.request("GET", path)
             response = connection.getresponse()
             body = response.read(MOST_BYTES + 1)
             return body if response.status == http.HTTPStatus.OK and len(body) <= MOST_BYTES else None
-    except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: of a name that is none
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of an address that is none
         _log.debug("no answer of %s%s: %s", url, path, error)
         return None
