@@ -137,9 +137,20 @@ async def test_what_was_put_is_there_after_a_restart_whenever_the_ledger_was_com
 class Unit:
     """The calls of a storage unit to its controller."""
 
-    def __init__(self, client, welcome):
+    def __init__(self, client, session):
         self.client = client
-        self.session = Session(0, welcome.controller, welcome.epoch)
+        self.session = session
+
+    @classmethod
+    async def greet(cls, client, index, incarnation="i"):
+        hello = Hello(index, incarnation, 1 << 30, "")
+        welcome = await client.call("units.hello", hello, Welcome, timeout=10)
+        unit = cls(client, Session(index, welcome.controller, welcome.epoch))
+        await unit.announce()
+        return unit
+
+    async def announce(self):
+        await self.client.call("units.announce", Announce(self.session, [], last=True), list[int], timeout=10)
 
     def row(self, number):
         return RowPlace(self.session.epoch, 0, number).row
@@ -151,19 +162,16 @@ class Unit:
         (result,) = await self.client.call("units.admit", admit, list[EntryResult], timeout=10)
         return result
 
-    async def lose(self, number):
-        await self.client.call("units.lost", LostRows(self.session, [self.row(number)]), Done, timeout=10)
+    async def lose(self, *rows):
+        await self.client.call("units.lost", LostRows(self.session, list(rows)), Done, timeout=10)
 
 
 @pytest.fixture
 async def greeted(tmp_path):
     controller = Controller(ledger_dir=tmp_path)
     client = RpcClient(name="unit", resolve=await controller.start())
-    welcome = await client.call("units.hello", Hello(0, "i", 1 << 30, ""), Welcome, timeout=10)
-    unit = Unit(client, welcome)
-    await client.call("units.announce", Announce(unit.session, [], last=True), list[int], timeout=10)
     try:
-        yield controller, unit
+        yield controller, await Unit.greet(client, 0)
     finally:
         await client.close()
         await controller.close()
@@ -174,7 +182,7 @@ async def test_a_put_that_comes_again_in_other_groups_is_refused_and_the_ledger_
     controller, unit = greeted
     assert (await unit.put(0, 2)).each(2) == [True, True]
     if lost:
-        await unit.lose(0)
+        await unit.lose(unit.row(0))
     assert "has 2 rows, not 4" in (await unit.put(10, 4)).error["what"]
     assert (await unit.put(20, 2)).each(2) == [lost, False]
     rows = list(controller.table.state.rows)
@@ -183,6 +191,25 @@ async def test_a_put_that_comes_again_in_other_groups_is_refused_and_the_ledger_
     await again.start()
     assert list(again.table.state.rows) == rows
     await again.close()
+
+
+async def test_a_unit_loses_no_rows_but_those_that_lie_there(greeted):
+    controller, unit = greeted
+    await unit.put(0, 2)
+    other = await Unit.greet(unit.client, 1)
+    await other.lose(unit.row(0), unit.row(7))
+    assert controller.stats().wanted == 0
+    await unit.lose(unit.row(0), unit.row(7))
+    assert controller.stats().wanted == 1
+
+
+async def test_nothing_is_taken_of_a_session_that_is_over(greeted):
+    controller, unit = greeted
+    await unit.put(0, 2)
+    await Unit.greet(unit.client, 0, "its successor")
+    told = [unit.put(10, 2), unit.lose(unit.row(0)), unit.announce()]
+    assert [type(why) for why in await asyncio.gather(*told, return_exceptions=True)] == [Fenced] * 3
+    assert controller.stats().wanted == 2
 
 
 async def test_more_rows_than_can_be_told_of_are_refused_and_leave_nothing(cluster, monkeypatch):

@@ -146,8 +146,8 @@ async def test_a_late_write_is_refused_and_leaves_no_bytes(cluster):
         late = await queue.claim("rollout")
         await queue.client.expire(worker="test", timeout=10)
         other = queue.connect("other")
-        rows = await queue.claim("rollout", client=other)
-        assert [row.attempt for row in rows] == [1, 1]
+        rows = await queue.claim("rollout", client=other, timeout=5)
+        assert [row.attempt for row in rows] == [1, 1], "at once, not when the lease ends after 10 s"
         held = sum(unit.holdings.budget.used for unit in queue.units.values())
         assert await queue.complete(late, "response") == [False, False]
         assert sum(unit.holdings.budget.used for unit in queue.units.values()) == held

@@ -197,7 +197,7 @@ class Sessions:
 
     def drain(self, drain: Drain) -> None:
         """Drain a unit."""
-        if self._table.moves.drain(drain.unit, drain.incarnation) and drain.unit in self._units:
+        if self._table.moves.drain(drain.unit, drain.incarnation):
             log.info("storage unit %d leaves: its rows move to others", drain.unit)
             self._tell(self._units[drain.unit])
 
