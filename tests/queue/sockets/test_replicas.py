@@ -14,7 +14,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import Peer
-from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
+from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress, DropRows, Feed, Follow
 from asyncflow.queue.protocol.messages import Progress, Samples, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.queue.values import encode
@@ -205,6 +205,23 @@ async def test_rows_that_end_end_for_every_task(queue):
     assert (stats.live, stats.dropped) == (2, 1)
     assert stats.leased == {f"{P}/grade": 0, f"{P}/check": 0, f"{P}/read": 0}
     assert stats.ready[f"{P}/check"] == 2
+
+
+async def test_a_drop_that_comes_late_takes_no_row_from_a_step_nor_from_another_partition(queue):
+    gang = TaskSpec(partition=P, name="train", needs=["text"], kind="gang")
+    await queue.client.declare([gang], timeout=10)
+    await queue.client.open_step(partition=P, step=1, groups=1, group_size=2, timeout=10)
+    await queue.client.begin(partition=P, attempt=0, step=0, world=1, timeout=10)
+    rows = await queue.put(4, group_size=2, samples=Samples(serials=[0, 1], step=1))
+    slot = await queue.client.slot(partition=P, attempt=0, step=1, slot=0, rank=0, tokens=9, timeout=10)
+    bound = {row.row for row in slot.rows}
+    replica = RpcClient(name="controller 1", resolve=queue.of(0))
+    for partition in ("other", P):
+        drop = DropRows(partition, 1, [*rows, 7], "late")
+        dropped = await replica.call("replicas.drop", drop, list[bool], timeout=10)
+        assert dropped == [partition == P and row not in bound for row in rows] + [False]
+    await replica.close()
+    assert len(bound) == (await queue.client.stats(timeout=10)).dropped == 2
 
 
 async def test_rows_of_a_lost_unit_are_made_again_and_go_through_once(tmp_path):
@@ -415,15 +432,17 @@ async def test_the_primary_tells_for_how_long_a_controller_has_asked_nothing(que
     await queue.stop_controller(1)
     primary = queue.controllers[0]
     async with asyncio.timeout(10):
-        while primary.handlers.silences()[1] < 0.5:
-            await asyncio.sleep(0.05)
-        while primary.handlers.silences()[2] >= primary.handlers.silences()[1]:
+        while not (silent := primary.handlers.silences())[1] >= 0.5 > silent[2]:
             await asyncio.sleep(0.05)
     metrics = ControllerMetrics()
     _show(primary, metrics)
     shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
     assert shown >= 0.5
     assert queue.controllers[2].handlers.silences() == {}
+    stranger = RpcClient(name="controller 3", resolve=queue.of(0))
+    with pytest.raises(Refused, match="there is no controller 3"):
+        await stranger.call("replicas.follow", Follow(3, 0, 0, 0), Feed, timeout=10)
+    await stranger.close()
 
 
 async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refused_and_leaves_nothing(queue):
