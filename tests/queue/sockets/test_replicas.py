@@ -353,6 +353,12 @@ async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
     assert report.ok, report.problems
     assert (report.put, report.remaining, report.redeliveries, report.peeked) == (6, 6, 1, 6)
     assert audit_ledgers(queue.folder / "ledger") == report
+    (row,) = await queue.put(1)
+    await queue.claim_all("grade", 2)
+    queue.controllers[1].ledger.append([ev.Leased(1 << LEASE_BITS, P, "grade", "another", "ticket", [row])])
+    report = await queue.client.audit(timeout=10)
+    assert report.problems == [f"controller 1: row {row} of {P} went to grade twice, or was gone"]
+    assert audit_ledgers(queue.folder / "ledger") == report
 
 
 async def test_a_replica_that_is_too_far_behind_takes_a_snapshot(queue):

@@ -111,6 +111,22 @@ async def test_no_completion_is_confirmed_that_is_not_safe(cluster, disk):
         assert await completing == [True]
 
 
+@pytest.mark.parametrize("controllers", [1, 2])
+async def test_no_reset_is_confirmed_that_is_not_safe(cluster, disk, controllers):
+    async with cluster(units=1, sync="always", controllers=controllers) as made:
+        task = TaskSpec(partition=P, name="count", needs=["x"], clears=True)
+        await made.client.declare([task], timeout=10)
+        await made.client.put(P, VALUES, timeout=20)
+        assert (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).rows
+        disk.stop()
+        resetting = asyncio.create_task(Partition(made.client, P).reset(task="count", timeout=20))
+        await until(lambda: made.controller.server.counters.calls["open.reset"])
+        await asyncio.sleep(0.05)
+        assert not resetting.done()
+        disk.go_on()
+        assert await resetting == 1
+
+
 async def test_a_claim_whose_time_is_over_is_answered_when_all_before_it_is_safe(cluster, disk):
     async with cluster(units=1, sync="always") as made:
         controller = made.controller
