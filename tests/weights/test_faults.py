@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from weights_world import Relay, RelayedTransport, bulk, receiver_that_prefers, until
 
+from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.local.placement import PortReservation
 from asyncflow.weights.host_transport import HostTransport
@@ -162,9 +163,36 @@ async def test_an_unfinished_version_that_a_step_requires_comes_first(world):
     await until(lambda: receiver.progress is not None and receiver.progress[1] > 0, "θ0 has begun")
     await sender.publish(Version(0, 1), bulk(1), timeout=SOON)
     await receiver.wait_for(lambda: receiver.available() == [0, 1], what="the news", timeout=SOON)
+    first, second = Version(0, 0).packed, Version(0, 1).packed
+    _, there, nbytes = receiver.progress
+    assert 0 < there <= 1 << 20 < nbytes == sum(array.nbytes for array in bulk(0).values())
+    told = {"newest": second, "version": -1, "staged": -1, "receiving": first, "received": there / nbytes}
+    assert receiver.status() == told
     relay.resume()
     await receiver.wait_for(lambda: receiver.held == [0, 1], what="both", timeout=SOON)
     assert [record.version.step for record in receiver.transfers] == [0, 1]
+    told |= {"staged": second, "receiving": -1, "received": 0.0}
+    last = receiver.transfers[-1]
+    assert receiver.status() == told | {"transfer_s": last.finished - last.started, "wire_bytes": last.sent}
+    assert 0 < last.finished - last.started < SOON
+
+
+async def test_a_version_that_nobody_waits_for_any_more_comes_to_its_end_but_not_after_the_receiver(world):
+    relay, records = Relay(limit=1 << 20), []
+    sender = await world.sender(transport=RelayedTransport(relay=relay, name="trainer"))
+    await sender.publish(Version(0, 0), bulk(0), timeout=SOON)
+    closed = await world.receiver()
+    await until(lambda: closed.progress is not None and closed.progress[1] > 0, "θ0 has begun")
+    await closed.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("pull")]
+    receiver = await world.receiver(want=lambda view: None, on_transfer=records.append)
+    with pytest.raises(DeadlineExceeded, match="weights of step 0"):
+        await receiver.ensure(0, timeout=0.1)
+    receiver.notify()
+    relay.resume()
+    await receiver.wait_for(lambda: receiver.held == [0], what="θ0", timeout=SOON)
+    assert records == list(receiver.transfers)
+    assert len(records) == 1
 
 
 async def test_a_slow_link_is_not_taken_for_a_dead_peer(world):
