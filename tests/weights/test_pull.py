@@ -199,6 +199,19 @@ async def test_a_step_published_again_by_a_newer_attempt_is_not_moved_again(worl
     assert receiver.take(4)[0] == Version(1, 4)
 
 
+async def test_who_needs_one_tensor_gets_it_of_every_version_and_moves_it_only_when_it_changed(world):
+    sender = await world.sender()
+    receiver = await world.receiver(layout=lambda name, shape: Box.whole(shape) if name == "small" else None)
+    for step, seed in enumerate((0, 0, 1)):
+        tensors = bulk(step, 1) | {"small": bulk(seed, 1)["small"]}
+        await sender.publish(Version(0, step), tensors, timeout=SOON)
+        await receiver.ensure(step, timeout=SOON)
+        assert same(dict(receiver.take(step)[1]), {"small": tensors["small"]})
+    nbytes = tensors["small"].nbytes
+    assert [record.nbytes for record in receiver.transfers] == [nbytes] * 3
+    assert [record.reused for record in receiver.transfers] == [0, nbytes, 0]
+
+
 async def test_wrong_bytes_of_one_holder_are_noticed_and_pulled_elsewhere(world, weights):
     sender = await world.sender("honest")
     await sender.publish(Version(0, 0), weights(0), timeout=SOON)

@@ -7,15 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.manifest import ManifestPart, merge
 from asyncflow.weights.messages import PeerView
 from asyncflow.weights.sender import copy_aside, entries_of
-from asyncflow.weights.slices import Arena
+from asyncflow.weights.slices import Arena, Box
 from asyncflow.weights.transfer import Transfer
-from asyncflow.weights.transport import Pull, Sink, Transport
+from asyncflow.weights.transport import Pull, Region, Sink, Transport
 
 PEER = PeerView(worker="peer", address="tcp://127.0.0.1:1", whole=True)
 TENSORS = {name: np.arange(64, dtype=np.float32) + at for at, name in enumerate("abcd")}
@@ -44,8 +45,13 @@ class Fragile(Transport):
             raise PeerLost("the peer is gone", where=pull.source.address)
 
 
-def transfer_of(transport: Transport, *answers: AsyncFlowError | list[PeerView]) -> tuple[Transfer, list[str]]:
-    """Return a transfer that is told these answers when it asks for sources; and the failed ones that it tells of."""
+def transfer_of(
+    transport: Transport, *answers: AsyncFlowError | list[PeerView], size: int = 64
+) -> tuple[Transfer, list[str]]:
+    """Return a transfer that is told these answers when it asks for sources; and the failed ones that it tells of.
+
+    size: elements that it needs of each tensor.
+    """
     copied, left, told = copy_aside(Version(0, 1), TENSORS), iter(answers), []
     part = ManifestPart(
         version=Version(0, 1).packed,
@@ -65,7 +71,7 @@ def transfer_of(transport: Transport, *answers: AsyncFlowError | list[PeerView])
 
     transfer = Transfer(
         manifest=merge([part]),
-        arena=Arena({name: ("float32", box) for name, box in copied.arena.boxes.items()}),
+        arena=Arena(dict.fromkeys(copied.arena.boxes, ("float32", Box((0,), (size,))))),
         receiver="receiver",
         transport=transport,
         peers=[PEER],
@@ -109,7 +115,10 @@ class Lying(Fragile):
             sink(region, (TENSORS[region.tensor] + wrong).view(np.uint8).data)
 
 
-async def test_what_is_wrong_is_pulled_again_whole_and_whoever_gave_it_is_doubted():
+@pytest.mark.parametrize("small", [0, 1 << 16])
+async def test_what_is_wrong_is_pulled_again_whole_and_whoever_gave_it_is_doubted(monkeypatch, small):
+    """small: bytes of what is compared at once, and not in another thread."""
+    monkeypatch.setattr("asyncflow.weights.transfer._SMALL", small)
     transport = Lying()
     transfer, told = transfer_of(transport, [PEER])
     transfer._base = Version(0, 0)
@@ -125,3 +134,71 @@ async def test_a_version_that_the_catalogue_does_not_know_any_more_is_given_up()
     transfer, _ = transfer_of(Fragile(losses=1), StaleHandle("it is not in the catalogue"))
     with pytest.raises(StaleHandle):
         await transfer.run()
+
+
+class Halving(Fragile):
+    """A transport that brings regions in halves. served: what ``transfer`` serves of each, before and after it came."""
+
+    def __init__(self) -> None:
+        super().__init__(losses=0)
+        self.transfer: Transfer | None = None
+        self.served: list[list[bool]] = []
+
+    def serves(self, tensor: str, box: Box) -> bool:
+        try:
+            return self.transfer.read(tensor, box).nbytes == 4 * box.volume
+        except StaleHandle:
+            return False
+
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
+        for region in pull.regions:
+            data, half = TENSORS[region.tensor].view(np.uint8).data, region.box.extent[0] // 2
+            for first in (0, half):
+                box = Box((first,), (half,))
+                before = self.serves(region.tensor, box)
+                sink(Region(tensor=region.tensor, box=box, itemsize=4), data[4 * first : 4 * (first + half)])
+                self.served.append([before, self.serves(region.tensor, box)])
+                await asyncio.sleep(0.005)
+            await self.transfer.until(region.tensor, region.box)
+            assert self.transfer.read(region.tensor, region.box) == data[: 8 * half]
+
+
+@pytest.mark.parametrize("size", [64, 32])
+async def test_a_whole_slice_is_served_when_it_was_compared_and_a_part_as_it_comes(size):
+    transport = Halving()
+    transport.transfer, _ = transfer_of(transport, size=size)
+    record = await transport.transfer.run()
+    assert (record.sent, record.faults) == (4 * 4 * size, 0)
+    assert transport.served == [[False, size < 64]] * 8
+
+
+class Slow(Fragile):
+    """A transport that takes its time, and then has a fault of its own where ``broken``. pulls: how many began."""
+
+    def __init__(self, *, broken: bool) -> None:
+        super().__init__(losses=0)
+        self.broken = broken
+        self.pulls = 0
+
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
+        self.pulls += 1
+        await asyncio.sleep(0.05)
+        if self.broken:
+            raise ZeroDivisionError
+        await super().pull(pull, sink=sink)
+
+
+async def test_a_source_that_gets_the_version_itself_is_kept_while_there_is_no_better_one():
+    transport, part = Slow(broken=False), replace(PEER, whole=False)
+    transfer, told = transfer_of(transport, *[[part]] * 20)
+    transfer._peers, transfer._review_s = [part], 0.01
+    await transfer.run()
+    assert (transport.pulls, told) == (1, [])
+
+
+async def test_a_fault_of_a_transport_is_raised_and_no_peer_is_blamed():
+    transport = Slow(broken=True)
+    transfer, told = transfer_of(transport)
+    with pytest.raises(ZeroDivisionError):
+        await transfer.run()
+    assert (transport.pulls, told) == (1, [])
