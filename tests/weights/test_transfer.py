@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import ManifestPart, merge
+from asyncflow.weights.manifest import ManifestPart, digest_of, merge
 from asyncflow.weights.messages import PeerView
 from asyncflow.weights.sender import copy_aside, entries_of
 from asyncflow.weights.slices import Arena, Box
@@ -173,31 +173,52 @@ async def test_a_whole_slice_is_served_when_it_was_compared_and_a_part_as_it_com
 
 
 class Slow(Fragile):
-    """A transport that takes its time, and then has a fault of its own where ``broken``. pulls: how many began."""
+    """A transport that brings what ``PEER`` has after ``seconds``, or has a fault of its own then where ``broken``.
 
-    def __init__(self, *, broken: bool) -> None:
+    pulls: how many began.
+    """
+
+    def __init__(self, *, seconds: float, broken: bool = False) -> None:
         super().__init__(losses=0)
+        self.seconds = seconds
         self.broken = broken
         self.pulls = 0
 
     async def pull(self, pull: Pull, *, sink: Sink) -> None:
         self.pulls += 1
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.seconds if pull.source.worker == PEER.worker else 0)
         if self.broken:
             raise ZeroDivisionError
         await super().pull(pull, sink=sink)
 
 
 async def test_a_source_that_gets_the_version_itself_is_kept_while_there_is_no_better_one():
-    transport, part = Slow(broken=False), replace(PEER, whole=False)
+    transport, part = Slow(seconds=0.05), replace(PEER, whole=False)
     transfer, told = transfer_of(transport, *[[part]] * 20)
     transfer._peers, transfer._review_s = [part], 0.01
     await transfer.run()
     assert (transport.pulls, told) == (1, [])
 
 
+async def test_a_source_that_gets_the_version_itself_is_left_for_one_that_has_it():
+    transport, part, whole = Slow(seconds=60), replace(PEER, whole=False), replace(PEER, worker="whole")
+    transfer, told = transfer_of(transport, [whole])
+    transfer._peers, transfer._review_s = [part], 0.01
+    record = await transfer.run()
+    assert (list(record.holders), transport.pulls, told, record.faults) == (["whole"], 2, [], 0)
+
+
+async def test_what_is_at_hand_already_is_served_and_asked_of_nobody():
+    transport = Fragile(losses=0)
+    transfer, _ = transfer_of(transport)
+    transfer._known = {digest_of(TENSORS["a"]): TENSORS["a"]}
+    record = await transfer.run()
+    assert (transport.given, record.reused, record.sent) == (["b", "c", "d"], 256, 3 * 256)
+    assert transfer.read("a", Box((0,), (64,))) == TENSORS["a"].view(np.uint8).data
+
+
 async def test_a_fault_of_a_transport_is_raised_and_no_peer_is_blamed():
-    transport = Slow(broken=True)
+    transport = Slow(seconds=0, broken=True)
     transfer, told = transfer_of(transport)
     with pytest.raises(ZeroDivisionError):
         await transfer.run()

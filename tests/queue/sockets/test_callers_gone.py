@@ -3,7 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
+from asyncflow.errors import Refused
 from asyncflow.identity import RowPlace
+from asyncflow.queue.controller.parking import give
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows, ClaimTicket
 from asyncflow.queue.protocol.unit_calls import Hello, Session, Watch
@@ -38,6 +40,9 @@ async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
 async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
     async with cluster() as queue:
         controller, tried = queue.controller, []
+        controller.until(P, lambda: None, 60, list).cancel()
+        await asyncio.sleep(0)
+        assert not controller.parking.waiters
         parked = controller.until(P, lambda: tried.append(1), 60, list)
         controller.table.state.changed.add(P)
         controller.settle()
@@ -64,6 +69,13 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
         short = controller.claim(ClaimRows(P, "rollout", "waits", "short", wait_s=0.01))
         assert not (await asyncio.wait_for(short, 10)).rows
         assert (len(controller.parking.waiters), controller.table.claims.parked()) == (0, {})
+
+
+async def test_an_answer_to_who_has_gone_keeps_nobody_else_waiting():
+    gone, waits = (asyncio.get_running_loop().create_future() for _ in range(2))
+    gone.cancel()
+    give([(gone, 1), (waits, 2)], None, broken=Refused)
+    assert waits.result() == 2
 
 
 async def test_a_claim_that_is_abandoned_waits_no_more_although_its_connection_seems_to_be_there(cluster):

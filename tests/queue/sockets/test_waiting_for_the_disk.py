@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from asyncflow.errors import Refused
 from asyncflow.queue.ledger import log
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import TaskSpec
@@ -109,6 +110,26 @@ async def test_no_completion_is_confirmed_that_is_not_safe(cluster, disk):
         assert not completing.done()
         disk.go_on()
         assert await completing == [True]
+
+
+async def test_nothing_is_confirmed_that_the_disk_did_not_take(cluster, disk):
+    count, other = (TaskSpec(partition=P, name=name, needs=["x"]) for name in ("count", "other"))
+    async with cluster(units=1, sync="always") as made:
+        await made.client.declare([count], timeout=10)
+        claiming = asyncio.create_task(made.client.claim(partition=P, task="count", max_rows=1, timeout=20))
+        await until(lambda: waiting(made.controller))
+        disk.stop()
+        putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
+        await until(lambda: made.controller.table.state.leases)
+        declaring = asyncio.create_task(made.client.declare([other], timeout=10))
+        await until(lambda: "other" in made.controller.table.state.partitions[P].queues)
+        disk.go_on(error=OSError(28, "no space left on device"))
+        for asked in (claiming, declaring):
+            with pytest.raises(Refused, match="the ledger cannot be written"):
+                await asked
+        assert not putting.done()
+        putting.cancel()
+        await asyncio.wait([putting])
 
 
 @pytest.mark.parametrize("controllers", [1, 2])
