@@ -65,3 +65,19 @@ def test_whatever_bytes_come_they_are_a_name_or_a_protocol_error(came: list[byte
 def test_a_name_that_is_too_long_to_be_said_is_refused() -> None:
     with pytest.raises(ProtocolError, match="too long"):
         framing.hello(ProcessIdentity("j" * 300, "rollout", 0))
+
+
+@pytest.mark.parametrize("uri", [b"no name", b"\xff", b"spiffe://job/rollout"])
+def test_who_calls_itself_by_what_is_no_name_is_not_taken_for_who_says_nothing(uri: bytes) -> None:
+    magic, _ = parts_of(framing.hello(None))
+    with pytest.raises(ProtocolError, match="what is no name"):
+        framing.caller([magic, memoryview(uri)])
+
+
+@pytest.mark.parametrize(("frames", "there"), [(2, 1), (0, 1)])
+def test_an_answer_with_other_frames_than_it_says_is_an_error_of_its_call(frames: int, there: int) -> None:
+    parts = [framing.encode(framing.Answer(7, frames)), b"body", *[b"frame"] * there]
+    call, error = framing.read_answer([memoryview(part) for part in parts], where="test")
+    assert call == 7
+    assert isinstance(error, ProtocolError)
+    assert f"an answer of {frames} frames came in 3 parts" in str(error)
