@@ -46,7 +46,9 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
             most=options.get("most", 1),
             gang=options.get("gang", False),
             leader=name == "driver",
-            restart=RestartPolicy(max_restarts=options.get("restarts", 3), window_s=3600, backoff_s=0.05),
+            restart=RestartPolicy(
+                max_restarts=options.get("restarts", 3), window_s=3600, backoff_s=0.05, dismissed_s=15.0
+            ),
             resources=Resources(cpu=1),
             readiness=Readiness(path="/readyz", port="http", within_s=1),
         )

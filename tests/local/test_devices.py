@@ -27,7 +27,7 @@ def role(name: RoleName, replicas: int = 1, *, count: int = 1, share: float = 1.
         gang=name in ("trainer", "critic"),
         resources=Resources(cpu=1, profile=profile, accelerators=count, share=share),
         readiness=Readiness(path="/readyz", port="http", within_s=1),
-        restart=RestartPolicy(max_restarts=0, window_s=1, backoff_s=1),
+        restart=RestartPolicy(max_restarts=0, window_s=1, backoff_s=1, dismissed_s=15.0),
     )
 
 

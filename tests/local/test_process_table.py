@@ -28,7 +28,7 @@ def role(name, replicas=1, *, gang=False, leader=False, restarts=3, window_s=100
         most=replicas,
         gang=gang,
         leader=leader,
-        restart=RestartPolicy(max_restarts=restarts, window_s=window_s, backoff_s=backoff_s),
+        restart=RestartPolicy(max_restarts=restarts, window_s=window_s, backoff_s=backoff_s, dismissed_s=15.0),
         resources=Resources(cpu=1),
         readiness=Readiness(path="/readyz", port="http", within_s=1),
     )
@@ -177,7 +177,7 @@ def test_first_attempts_of_a_resumed_job():
 
 @given(times=st.lists(st.floats(0, 1000), min_size=1, max_size=40), most=st.integers(0, 5), window=st.floats(1, 300))
 def test_no_window_holds_more_restarts_than_allowed(times, most, window):
-    budget = RestartBudget(RestartPolicy(max_restarts=most, window_s=window, backoff_s=1))
+    budget = RestartBudget(RestartPolicy(max_restarts=most, window_s=window, backoff_s=1, dismissed_s=15.0))
     granted = [now for now in sorted(times) if budget.grant(now)]
     for first in granted:
         assert sum(first <= now < first + window for now in granted) <= most
@@ -185,7 +185,7 @@ def test_no_window_holds_more_restarts_than_allowed(times, most, window):
 
 @given(failures=st.integers(1, 10_000), backoff=st.floats(0, 3600))
 def test_a_delay_never_falls_and_has_a_ceiling(failures, backoff):
-    policy = RestartPolicy(max_restarts=1, window_s=1, backoff_s=backoff)
+    policy = RestartPolicy(max_restarts=1, window_s=1, backoff_s=backoff, dismissed_s=15.0)
     assert restart_delay(policy, failures) <= restart_delay(policy, failures + 1) <= LONGEST_S
 
 

@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 
 from asyncflow.api.load import load_job
-from asyncflow.local.lifecycle import DISMISSED_S, ExitStatus, ProcessTable, Start
+from asyncflow.local.lifecycle import ExitStatus, ProcessTable, Start
 from asyncflow.plan.job import plan
+
+ROLES = plan(load_job("examples/quickstart.yaml", ["limits.stopSeconds=20"])).roles
+DISMISSED_S = 27.0
+"""The job's limits.stopSeconds, and 7 s for the leader."""
 
 
 def test_those_who_were_dismissed_start_again_with_their_leader() -> None:
-    table = ProcessTable(plan(load_job("examples/quickstart.yaml")).roles, now=0.0)
+    table = ProcessTable(ROLES, now=0.0)
     replicas = {start.replica: start for start in table.due(0.0)}
     driver = next(replica for replica in replicas if replica.role == "driver")
     rollout = next(replica for replica in replicas if replica.role == "rollout")
@@ -18,13 +22,13 @@ def test_those_who_were_dismissed_start_again_with_their_leader() -> None:
     table.ended(driver, ExitStatus(signal=9), 11.0)
     assert table.recall(11.0) == []
     assert table.due(11.0) == [Start(rollout, 1)]
-    again = {rollout, *(start.replica for start in table.due(30.0))}
+    again = {rollout, *(start.replica for start in table.due(40.0))}
     assert {driver, rollout} <= again
     assert table.result is None
 
 
 def test_those_who_end_only_after_the_leader_that_dismissed_them_start_again_too() -> None:
-    table = ProcessTable(plan(load_job("examples/quickstart.yaml")).roles, now=0.0)
+    table = ProcessTable(ROLES, now=0.0)
     replicas = {start.replica.role: start.replica for start in table.due(0.0)}
     table.ended(replicas["driver"], ExitStatus(signal=9), 11.0)
     table.due(12.0)
@@ -45,8 +49,7 @@ def test_those_who_end_only_after_the_leader_that_dismissed_them_start_again_too
 
 @pytest.mark.parametrize("killed", [9.5, 10.5], ids=["before one has ended", "after one has ended"])
 def test_a_gang_of_which_only_some_were_dismissed_starts_again_as_a_whole(killed: float) -> None:
-    planned = plan(load_job("examples/quickstart.yaml")).roles
-    roles = [replace(role, replicas=3) if role.gang else role for role in planned]
+    roles = [replace(role, replicas=3) if role.gang else role for role in ROLES]
     table = ProcessTable(roles, now=0.0)
     replicas = [start.replica for start in table.due(0.0)]
     driver = next(replica for replica in replicas if replica.role == "driver")

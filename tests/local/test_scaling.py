@@ -19,7 +19,7 @@ ROLE = Role(
     replicas=2,
     core=1,
     most=6,
-    restart=RestartPolicy(max_restarts=3, window_s=3600, backoff_s=1),
+    restart=RestartPolicy(max_restarts=3, window_s=3600, backoff_s=1, dismissed_s=15.0),
     resources=Resources(cpu=1),
     readiness=Readiness(path="/readyz", port="http", within_s=1),
 )

@@ -176,6 +176,12 @@ def test_budgets_come_from_the_failure_policy() -> None:
     assert policy.readiness.within_s == job().spec.limits.start_seconds
 
 
+def test_no_process_starts_again_while_the_job_may_still_be_ending() -> None:
+    for seconds in (8, 600):
+        roles = plan(job(f"limits.stopSeconds={seconds}")).roles
+        assert {role.restart.dismissed_s for role in roles} == {seconds + 7}
+
+
 def test_a_plan_names_no_address() -> None:
     planned = plan(job())
     for role in planned.roles:

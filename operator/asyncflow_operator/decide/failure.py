@@ -27,8 +27,6 @@ SETTLED_S: Final = 20.0
 """Seconds after which a process counts as able to run: its next end is the first of a row."""
 LONGEST_S: Final = 60.0
 """Most seconds that a restart is put off."""
-DISMISSED_S: Final = 15.0
-"""Seconds within which a driver that ordered the others to end has ended too; after them they are made again."""
 COUNTED: Final = 256
 """Most UIDs that a record holds; further ends wait until some of these pods are gone."""
 _MOST_DOUBLINGS: Final = 32
@@ -140,7 +138,7 @@ def _new_ends(
         end = end_of(pod)
         if end is None or pod.uid in record.counted or (role.gang and pod.attempt < record.attempt):
             continue
-        if end is PodEnd.DONE and (role.leader or alarm.until((pod.finished or 0.0) + DISMISSED_S)):
+        if end is PodEnd.DONE and (role.leader or alarm.until((pod.finished or 0.0) + role.restart.dismissed_s)):
             continue
         yield pod, end
 

@@ -35,8 +35,6 @@ LONGEST_S = 60.0
 """Most seconds that a restart is put off."""
 SETTLED_S = 20.0
 """A process that ran for so many seconds can run: its next failure is the first of a row."""
-DISMISSED_S = 15.0
-"""Seconds within which a leader that ordered the others to end has ended too; after them they start again."""
 _MOST_DOUBLINGS = 32
 
 WITHIN_S = 8.0
@@ -301,7 +299,7 @@ class ProcessTable:
             self._restart_if_down(group, now)
             return [], None
         if status.ok:
-            group.states[replica], group.start_at = ProcessState.DONE, now + DISMISSED_S
+            group.states[replica], group.start_at = ProcessState.DONE, now + group.role.restart.dismissed_s
             self._judge_done(group.role)
             return [], None
         group.states[replica] = ProcessState.DOWN

@@ -166,7 +166,7 @@ def _role(
     env = _env(spec.template)
     if worker is not None:
         env = _env(spec.template, worker.template, threads=worker.threads, accelerator=worker.accelerator)
-    return serving_role(name, replicas, restart=restart, within_s=spec.limits.start_seconds, env=env, **more)
+    return serving_role(name, replicas, restart=restart, limits=spec.limits, env=env, **more)
 
 
 def _resources(

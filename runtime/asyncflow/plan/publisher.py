@@ -24,7 +24,7 @@ def publisher_role(sync: WeightSync) -> Role:
         PUBLISHER,
         1,
         restart=RestartSpec(),
-        within_s=LimitsSpec().start_seconds,
+        limits=LimitsSpec(),
         env={**_THREADS, **{variable.name: variable.value for variable in spec.template.env}},
         resources=Resources(
             cpu=float(stated.cpu.amount) if stated.cpu is not None else 1.0,

@@ -68,6 +68,8 @@ def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[R
     return tuple(made)
 
 
+_LEADER_S: Final = 7.0
+"""Seconds that a leader may take to end after those that it ordered to."""
 _THREADS: Final = MappingProxyType({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 
 
@@ -78,8 +80,8 @@ def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
     env = {**_THREADS, **{variable.name: variable.value for variable in spec.template.env}}
 
     def role(name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...], **more: Any) -> Role:
-        ready, more = LimitsSpec().start_seconds, {"resources": resources, "after": after, **more}
-        return serving_role(name, replicas, restart=RestartSpec(), within_s=ready, env=env, **more)
+        more = {"resources": resources, "after": after, **more}
+        return serving_role(name, replicas, restart=RestartSpec(), limits=LimitsSpec(), env=env, **more)
 
     unit = Resources(cpu=_cores(spec), memory=memory)
     return (
@@ -99,23 +101,24 @@ def serving_role(
     replicas: int,
     *,
     restart: RestartSpec,
-    within_s: float,
+    limits: LimitsSpec,
     env: Mapping[str, str],
     ports: tuple[Port, ...] = (),
     **more: Any,
 ) -> Role:
-    """Return a role whose processes serve calls and HTTP, and are ready ``within_s`` seconds after their start.
+    """Return a role whose processes serve calls and HTTP, and start and end within ``limits``.
 
     ports: further ones; more: further fields of ``Role``, where ``core`` and ``most`` are ``replicas`` unless given.
     """
     return Role(
         name=name,
         replicas=replicas,
-        readiness=Readiness(path="/readyz", port="http", within_s=within_s),
+        readiness=Readiness(path="/readyz", port="http", within_s=limits.start_seconds),
         restart=RestartPolicy(
             max_restarts=restart.max_restarts,
             window_s=restart.window_seconds,
             backoff_s=restart.backoff_seconds,
+            dismissed_s=limits.stop_seconds + _LEADER_S,
         ),
         ports=(Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT), *ports),
         env=MappingProxyType(dict(env)),

@@ -47,11 +47,14 @@ class RestartPolicy:
     """Restart budget of a role, over all its processes; for a gang one restart is one.
 
     max_restarts: within ``window_s`` seconds; backoff_s: seconds before the first, doubled by each in a row.
+    dismissed_s: seconds within which a leader that ordered a process to end has ended too; after them the process
+    starts again, which is no failure.
     """
 
     max_restarts: int
     window_s: float
     backoff_s: float
+    dismissed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import pytest
 from model import World
 from model_samples import JOB, QUEUE, dead, job_of, names
 
-from asyncflow_operator.decide.failure import DISMISSED_S
 from asyncflow_operator.observed import DriverProbe
 
 
@@ -184,11 +183,11 @@ def test_the_end_keeps_the_drivers_pod_and_is_final():
 
 
 def test_a_process_that_is_dismissed_at_the_end_is_not_made_again():
-    world = running()
+    world = running(limits={"stopSeconds": 20})
     for pod in world.with_role("rollout") + world.with_role("trainer"):
         world.end(pod, code=0)
     made = sum(map(len, world.made.values()))
-    for _ in range(int(DISMISSED_S) - 2):
+    for _ in range(20 + 7 - 2):
         world.look_at_driver()
         world.see_all()
         world.reconcile(JOB)

@@ -8,7 +8,6 @@ from model_samples import START, dead, pod_view
 from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
 from asyncflow_operator.decide.failure import (
-    DISMISSED_S,
     SETTLED_S,
     PodEnd,
     delay,
@@ -18,7 +17,7 @@ from asyncflow_operator.decide.failure import (
 )
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 
-POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_s=2.0)
+POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_s=2.0, dismissed_s=15.0)
 
 
 def role(*, gang: bool = False, leader: bool = False, policy: RestartPolicy = POLICY) -> Role:
@@ -192,8 +191,8 @@ def test_a_process_that_ended_by_itself_waits_for_the_end_of_the_job():
     pod = dead("rollout", code=0, at=START)
     alarm = Alarm(START + 1)
     assert record_ends(role(), [pod], RoleRecord(), alarm).record == RoleRecord()
-    assert alarm.again_in_s == DISMISSED_S - 1
-    record = ends([pod], now=START + DISMISSED_S).record
+    assert alarm.again_in_s == POLICY.dismissed_s - 1
+    record = ends([pod], now=START + POLICY.dismissed_s).record
     assert (record.restarts, record.counted) == (0, (pod.uid,))
     assert ends([dead("driver", code=0)], of=role(leader=True), now=START + 1000).record == RoleRecord()
 

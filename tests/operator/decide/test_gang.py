@@ -18,7 +18,7 @@ ROLE = Role(
     gang=True,
     resources=Resources(cpu=1.0),
     readiness=Readiness(path="/readyz", port="http", within_s=60.0),
-    restart=RestartPolicy(max_restarts=3, window_s=3600.0, backoff_s=4.0),
+    restart=RestartPolicy(max_restarts=3, window_s=3600.0, backoff_s=4.0, dismissed_s=15.0),
 )
 BEGUN = RoleRecord(attempt=2, begun=True)
 WHOLE = RoleRecord(attempt=2, begun=True, whole=True)

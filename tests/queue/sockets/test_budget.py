@@ -16,7 +16,7 @@ async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
         with pytest.raises(Refused, match="never fit"):
             await queue.create(1, length=7)
         with pytest.raises(DeadlineExceeded, match="no room for 96 bytes"):
-            await queue.create(1, length=6, timeout=2)
+            await queue.create(1, length=6, timeout=5)
         waiting = asyncio.create_task(queue.create(1, length=6))
         behind = asyncio.create_task(queue.create(2, length=6))
         rows = await queue.claim("rollout")
