@@ -256,7 +256,10 @@ class ProcessTable:
         )
 
     def recall(self, now: float) -> list[LocalReplica]:
-        """Have all start again whom a leader that does not end has dismissed; return those to be told to end before."""
+        """Order the next attempt of each group that a leader dismissed which does not end itself.
+
+        Return the replicas of these groups that still run: the caller ends them first.
+        """
         ending: list[LocalReplica] = []
         for group in self._group_of.values():
             if group.start_at <= now and self._was_dismissed(group):
@@ -333,7 +336,7 @@ class ProcessTable:
         )
 
     def _next_attempt(self, group: _RestartGroup, now: float) -> list[LocalReplica]:
-        """Have a group start again when all of it is down; return those that are to end before."""
+        """Order the next attempt of a group, to start when all of it is down; return its replicas that still run."""
         others = [other for other, state in group.states.items() if state is ProcessState.RUNNING]
         group.states.update(dict.fromkeys(others, ProcessState.ENDING))
         group.attempt += 1
@@ -347,7 +350,7 @@ class ProcessTable:
         return self._led and self._result is None and as_told
 
     def _hasten(self, now: float) -> None:
-        """Let what a leader that failed has dismissed altogether start again now: its successor needs it."""
+        """Make each group that has ended well due now: the next leader needs it."""
         for group in self._group_of.values():
             if all(state is ProcessState.DONE for state in group.states.values()):
                 group.start_at = now
