@@ -445,10 +445,10 @@ async def test_the_primary_tells_for_how_long_a_controller_has_asked_nothing(que
     shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
     assert shown >= 0.5
     assert queue.controllers[2].handlers.silences() == {}
-    stranger = RpcClient(name="controller 3", resolve=queue.of(0))
+    unknown = RpcClient(name="controller 3", resolve=queue.of(0))
     with pytest.raises(Refused, match="there is no controller 3"):
-        await stranger.call("replicas.follow", Follow(3, 0, 0, 0), Feed, timeout=10)
-    await stranger.close()
+        await unknown.call("replicas.follow", Follow(3, 0, 0, 0), Feed, timeout=10)
+    await unknown.close()
 
 
 async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refused_and_leaves_nothing(queue):
