@@ -75,6 +75,8 @@ async def test_a_unit_is_lost_when_it_was_silent_for_long_while_the_controller_r
     told.sessions.order(told.rows)
     with pytest.raises(Fenced, match="this session is over"):
         told.watch(0, now=17.0)
+    again = Hello(0, "unit-a", 1 << 20, epoch=told.welcome.epoch)
+    assert told.sessions.greet(again, 17.0) == told.sessions.greet(again, 17.0) != told.welcome
 
 
 @pytest.mark.parametrize(("units", "lost"), [(None, 28.0), (1, 28.0), (0, 22.0)])
@@ -89,14 +91,21 @@ async def test_a_started_controller_waits_for_the_units_that_the_queue_has(queue
     assert len(queue.table.wanted("train").keys) == 2
 
 
-async def test_orders_for_rows_of_an_earlier_incarnation_reach_nobody_and_it_stays_out(queue):
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_orders_for_rows_of_an_earlier_incarnation_reach_nobody_and_it_stays_out(queue, lost, restarts):
     told = Told(queue)
-    welcome = told.sessions.greet(Hello(0, "unit-b", 1 << 20), 1.0)
+    if lost:
+        told.sessions.lose_silent(9.0)
+    welcome = told.sessions.greet(Hello(0, "unit-b", 1 << 20), 9.0)
+    if restarts:
+        told.sessions = Sessions(queue.table, lost_s=8.0)
+        told.sessions.start(9.0)
     told.sessions.order(told.rows)
     told.session, before = Session(0, welcome.controller, welcome.epoch), told.session
     assert not told.watch(0).done()
     with pytest.raises(Fenced, match="another incarnation has replaced this one"):
-        told.sessions.greet(Hello(0, "unit-a", 1 << 20), 2.0)
+        told.sessions.greet(Hello(0, "unit-a", 1 << 20, epoch=told.welcome.epoch), 9.0)
     controller, epoch = welcome.controller, welcome.epoch
     for session in (before, Session(0, controller + 1, epoch), Session(7, controller, epoch)):
         with pytest.raises(Fenced, match="this session is over"):

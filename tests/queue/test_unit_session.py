@@ -27,9 +27,11 @@ class Controller:
 
     def __init__(self, admitted=None):
         self.told, self.sessions, self.admitted = [], asyncio.Queue(), admitted
+        self.greeted = []
 
     async def call(self, method, request, reply, *, timeout):
         if method == "units.hello":
+            self.greeted.append(request.epoch)
             return Welcome(controller=1, epoch=7, watch_s=1.0)
         if method == "units.announce":
             return []
@@ -57,6 +59,7 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next(caplog):
         session.lose([5, 6])
         await controller.sessions.get()
     assert [(method, call.rows) for method, call in controller.told] == [("units.lost", [5, 6])]
+    assert controller.greeted == [0, 7]
     assert "unit 0 begins anew with its controller: it was killed" in caplog.messages
     await session.close()
 

@@ -80,7 +80,6 @@ class Sessions:
         self._lost_s = lost_s
         self._expected = units
         self._units: dict[int, _Unit] = {}
-        self._replaced: set[str] = set()
         self._watch_s = min(_WATCH_S, lost_s / 4)
         self.next_deadline = math.inf
 
@@ -101,12 +100,10 @@ class Sessions:
 
         Raises Fenced for one that was itself replaced: it must not take its place back from its successor.
         """
-        if hello.incarnation in self._replaced:
+        there = self._table.state.units.get(hello.unit)
+        if there is not None and there.incarnation != hello.incarnation and 0 < hello.epoch < there.epoch:
             hint = "This process must end: another one does its work"
             raise Fenced("another incarnation has replaced this one", where=f"storage unit {hello.unit}", hint=hint)
-        before = self._table.state.units.get(hello.unit)
-        if before is not None and before.incarnation != hello.incarnation:
-            self._replaced.add(before.incarnation)
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
         known = self._units.get(hello.unit)
         if known is None or known.epoch != epoch:

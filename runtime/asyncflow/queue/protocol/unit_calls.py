@@ -101,12 +101,13 @@ class FetchRows(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """A unit asks for the epoch of its rows. address: where others reach it."""
+    """A unit asks for the epoch of its rows. address: where others reach it; epoch: that it had last, 0 for none."""
 
     unit: int
     incarnation: str
     limit: int
     address: str = ""
+    epoch: int = 0
 
 
 class Welcome(Struct, frozen=True):

@@ -197,8 +197,9 @@ class UnitSession:
 
     async def _run(self) -> None:
         """Hold one session after another. Raises Fenced when another incarnation has this unit's place."""
-        hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit, self._address())
+        limit, address = self._holdings.budget.limit, self._address()
         while not self._closing:
+            hello = Hello(self._unit, self._incarnation, limit, address, self.epoch)
             try:
                 welcome = await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
             except Fenced:
