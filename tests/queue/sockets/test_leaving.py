@@ -41,7 +41,8 @@ def budgets(queue):
     return {index: (u.holdings.budget.used, u.holdings.budget.promised) for index, u in queue.units.items() if u}
 
 
-async def test_rows_in_every_state_move_and_nobody_notices(cluster):
+async def test_rows_in_every_state_move_and_nobody_notices(cluster, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.sessions._WATCH_S", 60.0)  # or some have told how full they are
     async with cluster(units=3) as queue:
         outputs = {"response": 40, "reward": 16}
         await queue.client.open_step(partition=P, step=1, groups=9, group_size=2, timeout=10)
