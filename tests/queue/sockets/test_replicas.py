@@ -382,6 +382,14 @@ async def test_a_replica_that_is_told_what_makes_no_sense_takes_a_snapshot(queue
     assert {row.row for row in await queue.claim_all("grade", 2)} == set(rows)
 
 
+async def test_a_replica_that_cannot_follow_any_more_stops_serving(queue, monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.controller.replica.take", lambda *_: 1 // 0)
+    await queue.put(1)
+    for replica in (queue.controllers[1], queue.controllers[2]):
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(asyncio.shield(replica.failed), 10)
+
+
 async def test_a_snapshot_that_is_too_big_is_refused_and_said(queue, monkeypatch, caplog):
     monkeypatch.setattr("asyncflow.queue.table.replication._MOST", 500)
     await queue.put(30)
