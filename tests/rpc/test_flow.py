@@ -147,6 +147,34 @@ async def test_where_there_are_too_many_peers_those_that_have_finished_the_hands
     await server.close()
 
 
+async def test_where_there_are_too_many_peers_the_one_without_a_call_that_was_silent_for_longest_makes_room(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(serving, "MAX_PEERS", 3)
+    monkeypatch.setattr(serving, "_IDLE_S", 0.05)
+    server = RpcServer(name="server")
+    server.route("add", Number, add)
+    answer = asyncio.get_running_loop().create_future()
+    server.route("wait", Number, lambda *_: answer)
+    await server.start()
+    busy, talker = (RpcClient(name=name, resolve=server.address) for name in ("busy", "talker"))
+    waiting = asyncio.create_task(busy.call("wait", Number(value=1), Number, timeout=10))
+    await until(lambda: server.counters.calls["wait"] == 1)
+    await talker.call("add", Number(value=1), Number, timeout=10)
+    silent = await greet(stranger(server))
+    await talker.call("add", Number(value=1), Number, timeout=10)
+    await asyncio.sleep(0.06)
+    assert await serves(server)
+    assert silent.recv(1) == b""
+    assert server.counters.refused == {"full": 1}
+    answer.set_result(Number(value=2))
+    assert (await waiting).value == 2
+    for client in (busy, talker):
+        await client.close()
+    silent.close()
+    await server.close()
+
+
 async def test_without_descriptors_new_peers_wait_and_are_let_in_later(no_descriptors: Any) -> None:
     server = await serve()
     waiting = socket.socket()
