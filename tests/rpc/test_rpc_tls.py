@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import re
 import resource
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,18 @@ async def echoing(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await server.start()
     yield server
     await server.close()
+
+
+async def test_nothing_of_a_connection_outlives_it_although_its_certificate_does(
+    echoing: RpcServer, issuer: Issuer
+) -> None:
+    async with calling(echoing, issuer.credentials("rollout", 3)) as client:
+        await client.call("echo", Number(value=0), Number, timeout=10)
+        (peer,) = map(weakref.ref, echoing._peers)
+    async with asyncio.timeout(10):
+        while peer() is not None:
+            await asyncio.sleep(0.01)
+            gc.collect()
 
 
 async def test_a_connection_ends_with_the_certificate_that_it_began_with(
