@@ -14,9 +14,10 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import Peer
-from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress, DropRows, Feed, Follow
+from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress, DropRows, Feed, Follow, Reach
 from asyncflow.queue.protocol.messages import Progress, Samples, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.queue.table.replication import WorkerLost
 from asyncflow.queue.values import encode
 from asyncflow.roles.controller import _show
 from asyncflow.rpc.client import RpcClient
@@ -330,6 +331,23 @@ async def test_questions_about_a_task_are_no_older_than_they_are(queue):
         assert (await Partition(queue.client, P).consumed("check", timeout=10)).rows == count
 
 
+async def test_a_replica_says_what_it_knows_as_soon_as_it_does(queue):
+    feed, replica = queue.controllers[0].handlers.feed, RpcClient(name="controller 0 for 1", resolve=queue.of(1))
+
+    def reach(position, *, epoch=feed.epoch, wait_s=10):
+        asked = Reach(epoch, position, wait_s)
+        return asyncio.create_task(replica.call("replicas.reach", asked, bool, timeout=10))
+
+    known, of_another = reach(feed.position + 1), reach(0, epoch=feed.epoch - 1, wait_s=0.1)
+    assert not await of_another
+    assert not known.done()
+    feed.add(WorkerLost("nobody"))
+    queue.controllers[0].settle()
+    assert await asyncio.wait_for(known, 5)
+    assert not await reach(feed.position + 1, wait_s=0)
+    await replica.close()
+
+
 async def test_reset_reaches_every_task(queue):
     await queue.put(3)
     await queue.through(3)
@@ -372,6 +390,11 @@ async def test_a_replica_that_is_too_far_behind_takes_a_snapshot(queue):
     await queue.start_controller(2)
     for task, column in (("grade", "score"), ("check", "mark")):
         assert all(await queue.complete(await queue.claim_all(task, 50), column))
+    await queue.stop_controller(0)
+    await queue.stop_controller(2)
+    await queue.start_controller(2)
+    assert rows[-1] in queue.controllers[2].table.state.rows, "the snapshot is in its ledger"
+    await queue.start_controller(0)
 
 
 async def test_a_replica_that_is_told_what_makes_no_sense_takes_a_snapshot(queue):
