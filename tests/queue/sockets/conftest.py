@@ -1,6 +1,7 @@
 """A whole queue on sockets in this process, in short words."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger import log
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rpc.columns import Jagged
@@ -130,3 +132,32 @@ def cluster(tmp_path, tasks):
             await cluster.close()
 
     return run
+
+
+class Disk:
+    """Holds up the disk between ``stop`` and ``go_on``, which may fail."""
+
+    def __init__(self, monkeypatch):
+        self._free, self._sync, self._error = threading.Event(), log._sync, None
+        self._free.set()
+        monkeypatch.setattr(log, "_sync", self._wait)
+
+    def _wait(self, fd):
+        self._free.wait(30)
+        self._sync(fd)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self):
+        self._free.clear()
+
+    def go_on(self, *, error=None):
+        self._error = error
+        self._free.set()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.go_on()

@@ -37,6 +37,15 @@ async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
         assert (len(controller.parking.waiters), controller.parking._claims, claims.parked()) == (0, {}, {})
 
 
+async def test_what_a_dead_worker_held_goes_at_once_to_who_waits(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        assert queue.controller.claim(ClaimRows(P, "rollout", "dead", "first", max_rows=2)).rows
+        waits = park(queue.controller, "waits")
+        queue.controller.handlers.expire("dead")
+        assert len(waits.result().rows) == 2
+
+
 async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
     async with cluster() as queue:
         controller, tried = queue.controller, []

@@ -243,6 +243,27 @@ async def test_rows_of_a_lost_unit_are_made_again_and_go_through_once(tmp_path):
         await queue.close()
 
 
+async def test_a_replica_confirms_no_completion_that_is_not_safe(tmp_path, disk):
+    queue = Replicated(tmp_path, count=2, units=1, sync="always")
+    try:
+        await queue.start()
+        await queue.put(2)
+        first, second = await queue.claim_all("grade", 2)
+        assert await queue.complete([first], "score") == [True]
+        disk.stop()
+        completing = asyncio.create_task(queue.complete([second], "score"))
+        async with asyncio.timeout(10):
+            while queue.controllers[1].table.state.leases:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not completing.done()
+        disk.go_on()
+        assert await completing == [True]
+    finally:
+        disk.go_on()
+        await queue.close()
+
+
 async def test_a_column_has_one_dtype_whoever_writes_it_first(queue):
     more = [TaskSpec(partition=P, name=name, needs=["text"], writes=["score"]) for name in ("fill", "other")]
     await queue.client.declare(more, timeout=10)

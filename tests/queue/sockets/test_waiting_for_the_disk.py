@@ -1,12 +1,10 @@
 """With ``sync: always``: what is done, and what is not said yet, while the disk is waited for."""
 
 import asyncio
-import threading
 
 import pytest
 
 from asyncflow.errors import Refused
-from asyncflow.queue.ledger import log
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles.controller import _show
@@ -14,35 +12,6 @@ from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"
-
-
-class Disk:
-    """Holds up the disk between ``stop`` and ``go_on``, which may fail."""
-
-    def __init__(self, monkeypatch):
-        self._free, self._sync, self._error = threading.Event(), log._sync, None
-        self._free.set()
-        monkeypatch.setattr(log, "_sync", self._wait)
-
-    def _wait(self, fd):
-        self._free.wait(30)
-        self._sync(fd)
-        if self._error is not None:
-            raise self._error
-
-    def stop(self):
-        self._free.clear()
-
-    def go_on(self, *, error=None):
-        self._error = error
-        self._free.set()
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    disk = Disk(monkeypatch)
-    yield disk
-    disk.go_on()
 
 
 async def until(true):
