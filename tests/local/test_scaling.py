@@ -11,7 +11,8 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import RunFolder, load_record
 from asyncflow.local.scaling import Scale, Scaling, read_requests, write_request
-from asyncflow.local.supervisor import Elastic, Limits, local_site
+from asyncflow.local.site import Elastic, local_site
+from asyncflow.local.supervisor import Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 ROLE = Role(

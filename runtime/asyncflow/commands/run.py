@@ -41,7 +41,8 @@ from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
 from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
 from asyncflow.local.placement import resolve
 from asyncflow.local.scaling import write_request
-from asyncflow.local.supervisor import Elastic, Limits, LocalSite, RunOutcome, local_site
+from asyncflow.local.site import Elastic, LocalSite, local_site
+from asyncflow.local.supervisor import Limits, RunOutcome
 from asyncflow.plan.job import plan
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
