@@ -12,9 +12,11 @@ from asyncflow.local.asking import ask, ask_at, ask_live, fetch
 
 ANSWERS = {
     "/v1/status": b"HTTP/1.0 200 OK\r\n\r\n" + DriverStatus(desired_rollouts=3).model_dump_json(by_alias=True).encode(),
-    "/v1/live": b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{",
+    "/v1/live": b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n{",
     "/refused": b"HTTP/1.0 403 Forbidden\r\n\r\nno",
     "/none": b"what?\r\n",
+    "/cut": b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{}",
+    "/whole": b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}",
     "/much": b"HTTP/1.0 200 OK\r\n\r\n" + bytes(100_000),
 }
 
@@ -42,8 +44,9 @@ def test_an_answer_is_returned_where_it_is_one(port: int, monkeypatch: pytest.Mo
     status = ask(port, DriverStatus)
     assert status is not None
     assert status.desired_rollouts == 3
-    assert ask_live(f"http://127.0.0.1:{port}") is None, "it is cut"
-    assert [fetch(f"http://127.0.0.1:{port}", path) for path in ("/refused", "/none", "/much")] == [None] * 3
+    assert ask_live(f"http://127.0.0.1:{port}") is None, "it is no JSON"
+    assert [fetch(f"http://127.0.0.1:{port}", path) for path in ("/refused", "/none", "/much", "/cut")] == [None] * 4
+    assert fetch(f"http://127.0.0.1:{port}", "/whole") == b"{}"
     monkeypatch.setattr(asking, "MOST_BYTES", 100_000)
     assert fetch(f"http://127.0.0.1:{port}", "/much") == bytes(100_000)
     monkeypatch.setitem(ANSWERS, "/v1/status", b'HTTP/1.0 200 OK\r\n\r\n{"phase": 3}')

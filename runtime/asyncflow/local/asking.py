@@ -50,7 +50,7 @@ def ask_live(url: str) -> LiveState | None:
 
 
 def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
-    """Return what who serves at ``url`` answers to ``GET path``; None where it does not, or refuses, or says too much.
+    """Return what who serves at ``url`` answers to ``GET path``; None where that is no whole answer, or too much.
 
     within_s: most seconds between two pieces of the answer.
     """
@@ -61,7 +61,8 @@ def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
             connection.request("GET", path)
             response = connection.getresponse()
             body = response.read(MOST_BYTES + 1)
-            return body if response.status == http.HTTPStatus.OK and len(body) <= MOST_BYTES else None
+            whole = not response.length and len(body) <= MOST_BYTES  # length: bytes of the answer that did not come
+            return body if response.status == http.HTTPStatus.OK and whole else None
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of an address that is none
         _log.debug("no answer of %s%s: %s", url, path, error)
         return None
