@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncflow.rewards.pool import PoolLimits, RewardPool
@@ -14,6 +15,8 @@ from asyncflow.rewards.wire import Example, Score
 
 FUNCTIONS = """
     import asyncio, os, time
+
+    time.sleep(60.0 if os.path.exists("slow") else 0.0)
 
     def stumble(response):
         if response == "raise":
@@ -141,6 +144,20 @@ async def test_a_cancelled_async_call_leaves_the_others_alone(workdir: Path) -> 
 async def test_samples_that_wait_when_the_pool_closes_have_failed(workdir: Path) -> None:
     async with pool_of(workdir, "batch", timeout_s=30.0, batch=1) as pool:
         waiting = asyncio.create_task(pool.score(examples("hang", "hang", "hang", "a")))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await pool.close()
         assert outcomes(await waiting) == ["died"] * 4
+
+
+async def test_samples_whose_process_is_being_started_when_the_pool_closes_have_failed(workdir: Path) -> None:
+    others = set(psutil.Process().children())
+    async with pool_of(workdir, "later") as pool:
+        (workdir / "slow").touch()
+        first = set(psutil.Process().children())
+        waiting = asyncio.create_task(pool.score(examples("exit", "long")))
+        while len(set(psutil.Process().children()) - first) < 2:
+            await asyncio.sleep(0.01)
+        await pool.close()
+        async with asyncio.timeout(5):
+            assert outcomes(await waiting) == ["died"] * 2
+        assert set(psutil.Process().children()) <= others

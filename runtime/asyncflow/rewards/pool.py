@@ -73,6 +73,7 @@ class RewardPool:
         self._batching: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._alone = asyncio.Lock()
+        self._apart: asyncio.Task[list[Score]] | None = None
         self._growth: asyncio.Task[None] | None = None
         self._failure: AsyncFlowError | None = None
         self._closed = False
@@ -110,7 +111,7 @@ class RewardPool:
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
         self._closed = True
-        tasks = [task for task in (self._growth, self._batching) if task is not None]
+        tasks = [task for task in (self._growth, self._batching, self._apart) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -147,19 +148,28 @@ class RewardPool:
         return called.scores
 
     async def _score_alone(self, examples: Sequence[Example]) -> list[Score]:
-        """Score in a process that has no other calls; one of them at a time."""
+        """Score in a process that has no other calls; one of them at a time, and none once the pool is closed."""
         async with self._alone:
-            if self._closed:
-                return _failed("died", "the reward pool is closed", examples)
-            try:
-                worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
-            except AsyncFlowError as error:
-                return _failed("died", str(error), examples)
-            self._alive.add(worker)
-            try:
-                return (await self._ask(worker, examples)).scores
-            finally:
-                await self._bury(worker)
+            if not self._closed:
+                self._apart = apart = asyncio.create_task(self._score_apart(examples))
+                try:
+                    await asyncio.wait([apart])
+                finally:
+                    apart.cancel()
+                if not apart.cancelled():
+                    return apart.result()
+            return _failed("died", "the reward pool is closed", examples)
+
+    async def _score_apart(self, examples: Sequence[Example]) -> list[Score]:
+        try:
+            worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
+        except AsyncFlowError as error:
+            return _failed("died", str(error), examples)
+        self._alive.add(worker)
+        try:
+            return (await self._ask(worker, examples)).scores
+        finally:
+            await self._bury(worker)
 
     async def _in_batch(self, example: Example) -> Score:
         """Score a sample together with others that wait for a process at the same time."""
