@@ -70,6 +70,7 @@ def both(folder: Path, **data: object) -> list[str]:
     spec = DataSpec(
         train={"source": "train.jsonl", **data.pop("train", {})},
         eval={"source": "eval.jsonl", "size": 1, **data.pop("eval", {})},
+        **data,
     )
     tokenizer = Tokenizer.load(folder)
     train = open_training(spec, tokenizer, folder=base, cache=base)
@@ -91,6 +92,8 @@ def test_options_that_nothing_reads_are_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(THINKING)
     with pytest.raises(ManifestError, match=r"data\.eval\.chatOptions: no chat template .* Set data\.eval\.chat: true"):
         both(folder, eval={"chatOptions": {"enable_thinking": False}})
+    with pytest.raises(ManifestError, match=r"data\.evalSets\[b\]\.chatOptions: no chat template "):
+        both(folder, evalSets=[{"name": "b", "source": "eval.jsonl", "size": 1, "chatOptions": {"enable_thinking": 0}}])
     with pytest.raises(ManifestError, match=r"does not read enable_thinkin\. It reads: enable_thinking"):
         both(folder, train={"chat": True, "chatOptions": {"enable_thinkin": False}})
     with pytest.raises(ManifestError, match=r"chatOptions is no setting of the source\. Set data\.train\.chatOptions"):

@@ -91,8 +91,9 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
 def test_only_training_prompts_are_put_and_nothing_of_it_is_configured(tmp_path: Path) -> None:
     opened = open_source(TrainDataSpec(source="put://"), workdir=tmp_path, cache=tmp_path, where="data.train")
     assert isinstance(opened, PutSource)
-    with pytest.raises(ManifestError, match="nothing to be configured"):
-        open_source(TrainDataSpec(source="put://there"), workdir=tmp_path, cache=tmp_path, where="data.train")
+    for configured in (TrainDataSpec(source="put://there"), TrainDataSpec(source="put://", config={"split": "hash"})):
+        with pytest.raises(ManifestError, match="nothing to be configured"):
+            open_source(configured, workdir=tmp_path, cache=tmp_path, where="data.train")
     with pytest.raises(ManifestError, match="is no source"):
         open_source(EvalDataSpec(source="put://", size=4), workdir=tmp_path, cache=tmp_path, where="data.eval")
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
+from asyncflow.data import base
 from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, digest, held_out
 from asyncflow.data.generated import PRODUCTS, TASKS, TinyTask
 from asyncflow.data.sources import check_disjoint, open_source
@@ -203,7 +204,7 @@ def test_what_is_wrong_with_a_source_is_said_when_it_is_opened(jsonl: Path, spec
         opened("eval" if "size" in spec else "train", jsonl, **spec)
 
 
-def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> None:
+def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": True}
 
     def sums(purpose: str, **more: object) -> PromptSource:
@@ -220,3 +221,6 @@ def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> No
     for share in (0, 1, 1.5, True, "half"):
         with pytest.raises(ManifestError, match=f"held_out = {share!r}"):
             sums("train", held_out=share)
+    monkeypatch.setattr(base, "_TRIES", 20)
+    with pytest.raises(ManifestError, match="only 0 different training"):
+        sums("train", held_out=0.9999)
