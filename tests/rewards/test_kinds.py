@@ -105,12 +105,13 @@ async def test_a_batch_with_too_few_values_is_scored_one_by_one(workdir: Path) -
         assert outcomes(await pool.score(examples("a", "b", "c"))) == [1.0] * 3
 
 
-async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path) -> None:
+async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pool_of(workdir, "group", timeout_s=2.0) as pool:
         assert pool.takes == "group"
         both = await asyncio.gather(pool.score(examples("a", "bb", "none")), pool.score(examples("aaaa", "bb")))
         assert [outcomes(scores) for scores in both] == [[0.5, 1.0, "invalid"], [1.0, 0.5]]
         assert outcomes(await pool.score(examples("a", "raise"))) == ["raised"] * 2
+        assert ["(raised)" in record.message for record in caplog.records].count(True) == 1, "each failure is told once"
         assert outcomes(await pool.score(examples("a", "exit"))) == ["died"] * 2
 
 
@@ -157,7 +158,7 @@ async def test_samples_whose_process_is_being_started_when_the_pool_closes_have_
         waiting = asyncio.create_task(pool.score(examples("exit", "long")))
         while len(set(psutil.Process().children()) - first) < 2:
             await asyncio.sleep(0.01)
-        await pool.close()
         async with asyncio.timeout(5):
+            await pool.close()
             assert outcomes(await waiting) == ["died"] * 2
         assert set(psutil.Process().children()) <= others
