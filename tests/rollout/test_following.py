@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from asyncflow.api.load import to_yaml
 from asyncflow.api.weights import WeightSync
 from asyncflow.errors import ManifestError
 from asyncflow.identity import Version
+from asyncflow.local.issuer import Issuer
 from asyncflow.rollout.following import FollowingEngine
 from asyncflow.rollout.loading import EXACT, WeightLoader
+from asyncflow.rpc import tls
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
@@ -84,11 +87,11 @@ class Publisher:
         return Version(0, self._step)
 
 
-@pytest.fixture
-async def publisher() -> AsyncIterator[Publisher]:
-    Engine.out, Engine.most, Engine.together = set(), 0, 1
+@contextlib.asynccontextmanager
+async def publishing(issuer: Issuer | None = None, *, bind: str = "tcp://127.0.0.1:*") -> AsyncIterator[Publisher]:
+    credentials = None if issuer is None else issuer.credentials("publisher")
     async with contextlib.AsyncExitStack() as stack:
-        server, directory = RpcServer(name="driver"), Directory()
+        server, directory = RpcServer(name="driver", bind=bind, credentials=credentials), Directory()
         directory.attach(server)
         catalogue, permits = CatalogueService(server, directory=directory), PermitService(server)
         catalogue.require(())
@@ -96,14 +99,22 @@ async def publisher() -> AsyncIterator[Publisher]:
         address = await server.start()
         stack.push_async_callback(server.close)
         stack.push_async_callback(directory.close)
-        member = Member(role="publisher", index=0, incarnation="trainer")
-        membership = Membership(driver=address, member=member)
+        member = Member(role="publisher", index=0, incarnation="publisher-0-a")
+        membership = Membership(driver=address, member=member, credentials=credentials)
         await membership.join(SOON)
         stack.push_async_callback(membership.close)
-        sender = WeightSender(membership=membership, worker="trainer", transport=HostTransport(name="trainer"))
+        transport = HostTransport(name="publisher", credentials=credentials)
+        sender = WeightSender(membership=membership, worker="publisher-0-a", transport=transport)
         await sender.start()
         stack.push_async_callback(sender.close)
         yield Publisher(sender, directory, address)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[Publisher]:
+    Engine.out, Engine.most, Engine.together = set(), 0, 1
+    async with publishing() as publisher:
+        yield publisher
 
 
 Run = Callable[[Engine, str, WeightSync, Path], Awaitable[None]]
@@ -245,3 +256,21 @@ async def test_a_loop_follows_by_a_weight_sync_for_followers(publisher, tmp_path
     with pytest.raises(ManifestError, match=r"no WeightSync for followers.*Give a WeightSync with a source"):
         async with follow(publisher.address, sync=tmp_path / "shared.yaml"):
             pass
+
+
+async def test_a_loop_ends_when_another_job_is_where_that_which_it_follows_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    folder, first, second = tmp_path / "tls", Issuer(tmp_path / "first"), Issuer(tmp_path / "second")
+    shutil.copytree(first.issue("follower"), folder)
+    async with contextlib.AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(publishing(first))
+        async with follow(publisher.address, tls=folder) as versions:
+            await publisher.newer()
+            assert (await anext(versions))[0] == Version(0, 0)
+            await stack.aclose()
+            shutil.copytree(second.issue("follower"), folder, dirs_exist_ok=True)
+            async with publishing(second, bind=publisher.address) as successor:
+                await successor.newer()
+                await successor.newer()
+                with pytest.raises(StopAsyncIteration):
+                    await asyncio.wait_for(anext(versions), SOON)

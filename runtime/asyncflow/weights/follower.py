@@ -51,8 +51,7 @@ class Follower:
     runs, "" if unknown; status: what heartbeats report, by default what the receiver does; layout: what is needed of
     each tensor; on_transfer: called with the record of every finished transfer; sync: the WeightSync of the fleet that
     this one belongs to, None for none. receiver: that which holds the versions. permits: by which this one changes
-    weights as one of the fleet, None where it does so when it can. ended: True once the driver has said that the job
-    ends, or that another process has this place.
+    weights as one of the fleet, None where it does so when it can.
     """
 
     def __init__(
@@ -72,7 +71,9 @@ class Follower:
         self.worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
         info: dict[str, Scalar] = {FLEET: sync.metadata.name} if sync is not None else {}
         member = Member(role=FOLLOWER, index=place, incarnation=self.worker, http=http, info=info)
-        self.ended = False
+        self._credentials = credentials
+        self._job = None if credentials is None else credentials.process.job
+        self._stopped = False
         self._membership = Membership(
             driver=driver, member=member, credentials=credentials, status=status or self._status
         )
@@ -109,12 +110,22 @@ class Follower:
         await self.receiver.close()
         await self._membership.close()
 
+    @property
+    def ended(self) -> bool:
+        """True once the driver has said that the job ends, or that another process has this place, or ``replaced``."""
+        return self._stopped or self.replaced
+
+    @property
+    def replaced(self) -> bool:
+        """True once the certificate here is one of another job: that which has taken the place of the one followed."""
+        return self._credentials is not None and self._credentials.process.job != self._job
+
     async def newer(self) -> Version | None:
         """Wait until a version is here that is newer than the one taken last; None where the job ends instead."""
         while (staged := self.receiver.staged) is None and not self.ended:
             with contextlib.suppress(DeadlineExceeded):
                 await self.receiver.wait_for(self._changed, what="a version to follow", timeout=_WATCH_S)
-        return staged
+        return None if self.replaced else staged
 
     def __aiter__(self) -> Self:
         return self
@@ -141,7 +152,7 @@ class Follower:
 
     def _obey(self, directives: Directives) -> None:
         if directives.stop:
-            self.ended = True
+            self._stopped = True
             self.receiver.notify()
 
 
