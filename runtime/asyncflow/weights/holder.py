@@ -4,8 +4,9 @@ Level-triggered: each heartbeat says what is held, and is answered with the cata
 the catalogue cannot believe without being told more, which is announced then. So a restarted driver, a lost
 announcement and a worker that was believed dead all heal in the same way, and a version like another costs no call.
 
-Invariants: a version is dropped only when the catalogue called it releasable, or does not want it, and ``in_use`` does
-not name it; of a version that is still arriving only what was checked is served, and nothing is announced.
+Invariants: a version is dropped only when the catalogue called it releasable, does not want it, or knows it with other
+content, and ``in_use`` does not name it; a worker ends that uses what the catalogue knows with other content; of a
+version that is still arriving only what was checked is served, and nothing is announced.
 """
 
 from __future__ import annotations
@@ -210,6 +211,7 @@ class Holder:
         outage = Outage("announcing the weights that are held")
         while True:
             changed = self.changed
+            self._check_contents()
             self._release()
             try:
                 await self._announce()
@@ -218,6 +220,19 @@ class Holder:
             else:
                 outage.end()
                 await changed.wait()
+
+    def _check_contents(self) -> None:
+        """Drop what is not what the catalogue knows by its version. Raises Refused where it is in use."""
+        for version, copy in list(self.copies.items()):
+            known = self.view.get(version)
+            if known is None or not isinstance(copy.origin, Manifest) or copy.origin.digest == known.digest:
+                continue
+            what = f"two different {version} exist: the one held here is not that of the catalogue"
+            if version in self._in_use():
+                hint = "Start this process again: it gets the other then"
+                raise Refused(what, where=f"weights of {self.worker}", hint=hint)
+            self._forget(version)
+            log.warning("weights: dropped %s: %s", version, what)
 
     def _release(self) -> None:
         for version in {*map(Version.unpack, self.view.releasable), *self._unwanted}:
@@ -231,11 +246,10 @@ class Holder:
             try:
                 wanted = copy is None or await self._announce_copy(copy)
             except Refused as error:
-                self._forget(version)
-                log.warning("weights: dropped %s: %s", version, error)
-            else:
-                if not wanted:
-                    self._unwanted.add(version)
+                log.warning("weights: the catalogue does not take %s: %s", version, error)
+                wanted = False
+            if not wanted:
+                self._unwanted.add(version)
             self._unknown.discard(version)
             self._membership.nudge()
         self._release()
