@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,6 +105,7 @@ class Table(SimpleNamespace):
         self.instance = Instance(swap_at="sequence", slots=8)
         self.instance.loaded(Version(0, 3))
         self.unfinished: dict[tuple[str, tuple[int, int]], Completion] = {}
+        self.trusted: Callable[[Completion], Completion] = lambda so_far: so_far
         self.rows = InFlightTable(
             queue=self.queue,  # type: ignore[arg-type]
             instance=self.instance,
@@ -112,6 +114,7 @@ class Table(SimpleNamespace):
             holding=self.holding.append,
             spawn=self.spawn,
             unfinished=lambda: self.unfinished,
+            trusted=lambda so_far: self.trusted(so_far),
         )
 
     def spawn(self, work) -> asyncio.Task[None]:
@@ -261,6 +264,10 @@ async def test_what_others_can_go_on_behind_is_all_but_the_last_token_of_what_ha
     assert {job: len(so_far) for job, so_far in table.rows.there().items()} == {runs: 5, ended: 3, turned: 2}
     runs.kept, turned.kept = 4, 3
     assert table.rows.unsaved() == 1 + 3
+    newer = np.array([0, 0, 0, Version(0, 1).packed, 0])
+    table.unfinished = {("train", runs.row.meta.key): replace(response(5), versions=newer)}
+    table.trusted = lambda so_far: so_far.before(Version(0, 1))
+    assert [table.rows.there()[job].ids.tolist() for job in (runs, ended)] == [[20, 21, 22]] * 2
     assert table.rows.backlog() == 1
     assert not waits.gone
 

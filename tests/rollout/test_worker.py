@@ -598,6 +598,36 @@ async def test_an_engine_that_has_other_weights_than_were_published_ends_the_wor
     assert staged == [(Version(0, 1), {"step"})]
 
 
+async def test_what_loaded_weights_made_is_delivered_once_they_are_proved_and_else_left_to_nobody(world, monkeypatch):
+    logprobs, delivered = np.linspace(-4, -1, 4, dtype=np.float32), []
+
+    async def probe(engine, _):
+        if engine.version.step > 0:
+            await until(lambda: engine.stats().running <= 4, "the end of some sequences")
+            delivered.append(rollout.worker.meter.delivered)
+        return logprobs + (engine.version.step == 2)
+
+    monkeypatch.setattr(SimulatedEngine, "probe", probe)
+    tensors = {"step": np.zeros(64, np.float32), **WeightProbe(np.arange(5, dtype=np.int32), logprobs).tensors}
+    rollout = await world.rollout("r0", swap_at="token", token_s=0.02)
+    await world.publish(0, tensors)
+    for step in (1, 2):
+        await world.put([2 * step, 2 * step + 1], step=step, oldest=0, newest=9)
+        await until(lambda: rollout.instance.running == 8, "sequences")
+        await world.publish(step, tensors)
+        if step == 1:
+            rows, columns = await world.made(8)
+            assert steps(rows, columns) == {1: {0, 1}}
+            assert rollout.worker.status()["tokens_generated"] == sum(map(len, columns["response_ids"]))
+    with pytest.raises(AsyncFlowError, match="differ by 1 on average"):
+        await rollout.running
+    assert delivered == [0, 8]
+    rows = (await world.queue.claim(partition="train", task="rollout", max_rows=8, version=1, timeout=5.0)).rows
+    begun = [row for row in rows if "versions" in row.bytes]
+    versions = (await world.queue.fetch(begun, ["versions"], timeout=5.0))["versions"]
+    assert (len(rows), {int(each) for index in range(len(begun)) for each in versions.row(index)}) == (8, {1})
+
+
 async def test_a_response_that_cannot_be_written_ends_the_worker(world, monkeypatch):
     rollout = await world.rollout("r0")
     rollout.worker._scoring = None  # as where the reward is a role of its own

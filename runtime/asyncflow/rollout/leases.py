@@ -162,8 +162,9 @@ class InFlightTable:
     """Holds the jobs of one instance.
 
     changed: called whenever something may now begin or be claimed; holding: called with how many rows are here whenever
-    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``; spans: records
-    when columns are fetched. lost: rows whose lease ended here.
+    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``; trusted: gives as
+    much of a response as others may go on behind; spans: records when columns are fetched. lost: rows whose lease ended
+    here.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class InFlightTable:
         holding: Callable[[int], None],
         spawn: Spawn,
         unfinished: Callable[[], Mapping[SequenceName, Completion]] = dict,
+        trusted: Callable[[Completion], Completion] = lambda so_far: so_far,
         spans: Spans = NO_SPANS,
     ) -> None:
         self.lost = 0
@@ -186,6 +188,7 @@ class InFlightTable:
         self._holding = holding
         self._spawn = spawn
         self._unfinished = unfinished
+        self._trusted = trusted
         self._spans = spans
         self._jobs: set[Job] = set()
         self._returning: set[asyncio.Future[Any]] = set()
@@ -265,7 +268,7 @@ class InFlightTable:
             job: running.get((job.purpose, job.row.meta.key)) if job.ended is None else job.ended.unended()
             for job in self._jobs
         }
-        return {job: so_far for job, so_far in found.items() if so_far is not None}
+        return {job: self._trusted(so_far) for job, so_far in found.items() if so_far is not None}
 
     def unsaved(self) -> int:
         """Return how many of the tokens that were made here would be made again if this instance ended now."""

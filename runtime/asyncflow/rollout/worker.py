@@ -5,7 +5,8 @@ Where the reward is a role of its own, nothing is scored here.
 Every sample is a coroutine (generate, score, deliver); one loop steers: it begins what ``flow.instance`` admits and
 swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
 
-Invariants: only the steering loop begins sequences and loads weights, so none begins while weights are loaded; nothing
+Invariants: only the steering loop begins sequences and loads weights, so none begins while weights are loaded; what
+loaded weights made is delivered, saved or handed on only once they are proved to be those of their version; nothing
 that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
 on to others, who go on behind it where its versions allow that (``Job.request``). Of its time, ``generate`` counts that
 with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
@@ -29,7 +30,7 @@ from asyncflow.environments.pool import Environments
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.claims import PARKED_S
 from asyncflow.flow.instance import Instance, Purpose
-from asyncflow.identity import SampleKey
+from asyncflow.identity import SampleKey, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
@@ -242,6 +243,7 @@ class RolloutWorker:
         self._instance = instance
         self._settings = settings
         self._permits = permits
+        self._loading: Version | None = None
         self._looked = asyncio.Event()
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -257,6 +259,7 @@ class RolloutWorker:
             holding=self.meter.holding,
             spawn=self._spawn,
             unfinished=engine.unfinished,
+            trusted=self._trusted,
             spans=spans,
         )
         self._delivery = Delivery(queue, settled=self._settled, ended=self._ended, settings=settings)
@@ -412,8 +415,10 @@ class RolloutWorker:
                 return
             prepared = await self.loader.prepare(step)
         began = time.monotonic() if self._instance.running else began
+        self._loading = prepared.version
         with self._standing_still(step, unless=loaded is None, idle=idle):
             await self.loader.load(prepared)
+        self._loading = None
         self._instance.loaded(prepared.version)
         seconds = time.monotonic() - began
         self.loader.swapped(step, seconds)
@@ -450,6 +455,8 @@ class RolloutWorker:
         finally:
             self._instance.release(job)
             self._changed.set()
+        await self._until(lambda: self._loading is None or self._leaving.is_set())
+        completion = self._trusted(completion)
         self.meter.generated(completion, begun=request.begun)
         if completion.finish == "aborted":
             await self._in_flight.give_back([job], reason=_LEAVES, there={job: completion})
@@ -468,6 +475,10 @@ class RolloutWorker:
         self._delivery.put(SampleOutcome(job=job, completion=completion, reward=reward))
         self._changed.set()
 
+    def _trusted(self, made: Completion) -> Completion:
+        """Return a response without what is of weights that are loaded and not proved to be those of their version."""
+        return made if self._loading is None else made.before(self._loading)
+
     def _settled(self, outcome: SampleOutcome, taken: bool) -> None:
         self.meter.settled(taken=taken)
         self._in_flight.forget(outcome.job)
@@ -480,6 +491,7 @@ class RolloutWorker:
         """End all tasks: give back what is not begun, hand on what runs, deliver the rest, as far as time allows."""
         self._instance.drain()
         self.loader.close()
+        self._looked.set()
         samples = {job.task for job in self._in_flight if job.task is not None}
         for task in self._tasks - samples:
             task.cancel()

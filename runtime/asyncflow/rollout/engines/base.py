@@ -112,14 +112,21 @@ class Completion:
 
     def unended(self) -> Completion:
         """Return the response without its last token, behind which whoever goes on makes that token again."""
-        if self.finish == "aborted":
-            return self
+        return self if self.finish == "aborted" else self._first(len(self) - 1)
+
+    def before(self, version: Version) -> Completion:
+        """Return the response without the tokens that ``version`` made, and those behind them."""
+        made = np.flatnonzero(self.versions == version.packed)
+        return self._first(int(made[0])) if len(made) else self
+
+    def _first(self, tokens: int) -> Completion:
+        """Return the first tokens of the response, which go on."""
         return Completion(
-            ids=self.ids[:-1],
-            logprobs=self.logprobs[:-1],
-            versions=self.versions[:-1],
+            ids=self.ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            versions=self.versions[:tokens],
             finish="aborted",
-            loss_mask=None if self.loss_mask is None else self.loss_mask[:-1],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[:tokens],
         )
 
     def followed_by(self, rest: Completion) -> Completion:
