@@ -150,7 +150,9 @@ def region(tensor: str) -> list[Region]:
 async def test_a_copy_is_served_with_its_manifest_in_parts_and_nothing_else_is(holding):
     copy, manifest = copy_of(V1)
     assert (holding.holder.address, holding.membership.subscriber) == ("tcp://holder", holding.holder)
+    before = holding.membership.nudges
     holding.holder.add(V1, copy)
+    assert holding.membership.nudges > before > 0, "the catalogue hears of it at once"
     data = encoded(manifest)
     read = holding.transport.read
     assert bytes(read(V1, MANIFEST, Box((3,), (len(data) - 3,)))) == data[3:]
@@ -162,8 +164,10 @@ async def test_a_copy_is_served_with_its_manifest_in_parts_and_nothing_else_is(h
     await holding.holder.publish(V2, *part_of(V2), timeout=SOON)
     with pytest.raises(StaleHandle):
         read(V2, MANIFEST, Box((0,), (1,)))
+    before = holding.membership.nudges
     await holding.holder.close()
-    assert holding.transport.closed
+    assert (holding.transport.closed, holding.says()) == (True, [])
+    assert holding.membership.nudges > before
     with pytest.raises(StaleHandle):
         read(V1, "w", ALL)
 
@@ -227,6 +231,8 @@ async def test_what_the_catalogue_cannot_believe_is_told_with_its_manifest_where
     await holding.rest()
     told = VersionsHeld(worker="rollout-0-a", address="tcp://holder", version=V1.packed, node="n")
     told_in_full = msgspec.structs.replace(told, manifest=manifest)
+    holding.holder.notify()
+    await holding.rest()
     assert [request for _, request in holding.calls] == [told, told_in_full][: 1 + wanted]
     assert holding.says() == ([V1] if wanted else []), "what is not wanted is not told of"
     holding.used = ()
@@ -285,7 +291,7 @@ async def test_a_publication_that_is_refused_changes_nothing_and_one_that_is_not
     assert holding.says() == [V1, V2]
     driver.answers["weights.publish"] = Published(complete=False)
     driver.calls.clear()
-    holding.hear(unknown=[V2])
+    holding.hear(copy_of(V1)[1], unknown=[V2])
     await holding.until(lambda: driver.calls == [("weights.publish", part_of(V2)[1])])
     await holding.rest()
     assert holding.says() == [V1, V2]
