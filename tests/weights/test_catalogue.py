@@ -272,6 +272,12 @@ def test_a_version_does_not_live_on_by_what_is_held_outside_of_the_job():
     catalogue.leave("t0.0")
     assert not catalogue.available(version)
     assert catalogue.find(1) is None
+    catalogue.hold(version, holding("a"))
+    assert catalogue.available(version)
+    told = catalogue.revision
+    catalogue.hold(version, holding("a", {"w": rows(0, 2)}))
+    assert not catalogue.available(version), "it has only half of it now"
+    assert catalogue.revision > told
 
 
 def test_nobody_in_the_job_pulls_from_outside_and_those_outside_pull_from_each_other():

@@ -9,7 +9,20 @@ from xxhash import xxh3_128
 
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import HASH, Manifest, ManifestPart, Slice, TensorEntry, digest_of, dtype_name, merge
+from asyncflow.weights.manifest import (
+    HASH,
+    MANIFEST,
+    Manifest,
+    ManifestPart,
+    Slice,
+    TensorEntry,
+    decoded,
+    digest_of,
+    dtype_name,
+    encoded,
+    entries_digest,
+    merge,
+)
 from asyncflow.weights.slices import Box
 
 
@@ -72,36 +85,77 @@ def test_parts_that_do_not_fit_together_are_refused(parts, match):
         merge(parts)
 
 
-def test_malformed_parts_are_refused():
-    good = part(0, 1, {"a": WHOLE})
-    entry = good.tensors[0]
-    bad = [
-        msgspec.structs.replace(good, part=1),
-        msgspec.structs.replace(good, tensors=(entry, entry)),
-        msgspec.structs.replace(good, worker="other"),
-        *(
-            msgspec.structs.replace(good, tensors=(msgspec.structs.replace(entry, **change),))
-            for change in (
-                {"dtype": "object"},
-                {"shape": (-4, -6)},
-                {"shape": (2,) * 9},
-                {"shape": (3, 6)},
-                {"slices": ()},
-                {"slices": (msgspec.structs.replace(entry.slices[0], nbytes=1 << 40),)},
-            )
-        ),
-    ]
+def with_entry(found: ManifestPart | Manifest, **changes):
+    """Return it with its one entry changed, and a digest that follows from that."""
+    tensors = (msgspec.structs.replace(found.tensors[0], **changes),)
+    more = {"digest": entries_digest(tensors)} if isinstance(found, Manifest) else {}
+    return msgspec.structs.replace(found, tensors=tensors, **more)
+
+
+GOOD = part(0, 1, {"a": WHOLE})
+(SLICE,) = GOOD.tensors[0].slices
+
+
+def sliced(*boxes: Box) -> tuple[Slice, ...]:
+    return tuple(msgspec.structs.replace(SLICE, box=box, nbytes=box.volume * 4) for box in boxes)
+
+
+DEEP = Box.whole((1,) * 9)
+MALFORMED = [
+    ({"dtype": "object"}, "unknown dtype 'object'"),
+    ({"name": MANIFEST}, "a tensor needs a name"),
+    ({"shape": (0, -6), "slices": sliced(Box.whole((0, 0)))}, "impossible shape"),
+    ({"shape": DEEP.extent, "slices": sliced(DEEP)}, "impossible shape"),
+    ({"shape": (3, 6)}, "does not lie inside"),
+    ({"slices": (msgspec.structs.replace(SLICE, nbytes=1 << 40),)}, "bytes do not follow"),
+    ({"slices": sliced(TOP, WHOLE)}, "overlaps another"),
+    ({"slices": sliced(Box((0, 0), (1, 6)), Box((3, 0), (1, 6)))}, "nobody publishes"),
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=lambda change: change[1])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_malformed_is_refused(change, whole):
+    good = merge([GOOD]) if whole else GOOD
     good.check()
-    for wrong in bad:
-        with pytest.raises(ProtocolError):
-            wrong.check()
+    with pytest.raises(ProtocolError, match=change[1]):
+        with_entry(good, **change[0]).check()
+    deepest = Box.whole((1,) * 8)
+    with_entry(GOOD, shape=deepest.extent, slices=sliced(deepest)).check()
+
+
+def test_malformed_parts_are_refused():
+    for change, why in (
+        ({"part": 1}, "part 1 of 1 does not exist"),
+        ({"tensors": GOOD.tensors * 2}, "named twice"),
+        ({"worker": "other"}, "not of other alone"),
+    ):
+        with pytest.raises(ProtocolError, match=why):
+            msgspec.structs.replace(GOOD, **change).check()
+    half = with_entry(GOOD, slices=sliced(TOP))
+    half.check()
+    assert half.regions == {"a": TOP}
 
 
 def test_a_manifest_whose_figures_do_not_follow_is_refused():
-    manifest = merge([part(0, 1, {"a": WHOLE})])
-    for change in ({"nbytes": 7}, {"digest": "0" * 32}, {"tensors": ()}):
-        with pytest.raises(ProtocolError):
+    manifest = merge([GOOD])
+    for change, why in (({"nbytes": 7}, "7 bytes"), ({"digest": "0" * 32}, "digest"), ({"tensors": ()}, "bytes")):
+        with pytest.raises(ProtocolError, match=f"{why} do(es)? not follow"):
             msgspec.structs.replace(manifest, **change).check()
+
+
+def test_of_a_peer_s_manifest_only_that_of_the_catalogue_is_taken_and_checked():
+    manifest, version = merge([GOOD]), Version(1, 2)
+    data = memoryview(encoded(manifest))
+    assert decoded(data, version=version, digest=manifest.digest) == manifest
+    for changed in ({"version": Version(1, 3)}, {"digest": "0" * 32}):
+        with pytest.raises(ProtocolError, match="not that of the catalogue"):
+            decoded(data, **{"version": version, "digest": manifest.digest, **changed})
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        decoded(data[:-1], version=version, digest=manifest.digest)
+    forged = memoryview(encoded(msgspec.structs.replace(manifest, tensors=())))
+    with pytest.raises(ProtocolError, match="do not follow"):
+        decoded(forged, version=version, digest=manifest.digest)
 
 
 def test_a_digest_of_another_hash_is_refused_and_not_compared():
