@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.weights.slices import Box, intersect, route, split, subtract, view
+from asyncflow.errors import StaleHandle
+from asyncflow.weights.slices import Arena, Box, hull, intersect, route, split, subtract, view
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -57,7 +58,9 @@ def test_intersection_is_what_both_have(case):
 @given(cases())
 def test_subtraction_leaves_exactly_the_rest_without_overlap(case):
     shape, (box, *others) = case
-    left = mask(shape, subtract(box, others))
+    rest = subtract(box, others)
+    left = mask(shape, rest)
+    assert all(each.volume for each in rest)
     assert left.max(initial=0) <= 1
     assert np.array_equal(left > 0, (mask(shape, [box]) > 0) & (mask(shape, others) == 0))
 
@@ -110,3 +113,56 @@ def test_a_view_never_sticks_out():
     for box in (Box((0, 0), (3, 3)), Box((-1, 0), (1, 1)), Box((0,), (1,)), Box((1, 0), (-1, 3))):
         with pytest.raises(ValueError, match="does not lie inside"):
             view(array, Box.whole((2, 3)), box)
+
+
+def filled(**boxes: tuple[str, Box]) -> Arena:
+    """Return an arena whose tensors hold 1, 2 and so on, in their order."""
+    arena = Arena(boxes)
+    for number, array in enumerate(arena.arrays.values(), 1):
+        array[...] = number
+    return arena
+
+
+PART = Box((2, 0), (2, 3))
+
+
+def test_the_tensors_of_an_arena_lie_apart_and_aligned_and_are_read_only_for_others():
+    boxes = {"a": ("bool", Box((3,), (5,))), "none": ("float32", Box.whole((0, 2))), "b": ("bfloat16", PART)}
+    arena = filled(**boxes, c=("float64", Box((), ())))
+    assert arena.nbytes == 5 + 0 + 12 + 8
+    for number, (name, array) in enumerate(arena.arrays.items(), 1):
+        assert (array == number).all(), name
+        assert array.ctypes.data % 64 == 0
+        assert arena.tensors[name].ctypes.data == array.ctypes.data
+    with pytest.raises(ValueError, match="read-only"):
+        arena.tensors["b"][...] = 9
+    assert arena.arrays["b"].dtype == np.uint16
+
+
+def test_bytes_are_read_from_and_written_to_the_place_of_their_box():
+    arena = filled(a=("int32", PART))
+    arena.write("a", Box((3, 1), (1, 2)), np.array([[7, 8]], np.int32).data.cast("B"))
+    assert arena.arrays["a"].tolist() == [[1, 1, 1], [1, 7, 8]]
+    assert np.frombuffer(arena.read("a", Box((2, 1), (2, 1))), np.int32).tolist() == [1, 7]
+    assert arena.read("a", PART).readonly
+    with pytest.raises(ValueError, match="reshape"):
+        arena.write("a", PART, np.zeros(5, np.int32).data.cast("B"))
+    for tensor, box, why in (
+        ("b", PART, "no tensor 'b' of 2 axes"),
+        ("a", Box((2,), (1,)), "no tensor 'a' of 1 axes"),
+        ("a", Box((1, 0), (2, 3)), "does not lie inside"),
+    ):
+        with pytest.raises(StaleHandle, match=why):
+            arena.read(tensor, box)
+
+
+def test_arenas_are_alike_whose_boxes_and_sizes_of_elements_are_the_same():
+    arena = filled(a=("int32", PART))
+    assert arena.is_like(filled(a=("float32", PART)))
+    assert not arena.is_like(filled(a=("bfloat16", PART)))
+    assert not arena.is_like(filled(a=("int32", Box((0, 0), (2, 3)))))
+    assert not arena.is_like(filled(a=("int32", PART), b=("int32", PART)))
+
+
+def test_the_hull_is_the_smallest_box_around_all():
+    assert hull([Box((4, 1), (1, 2)), Box((2, 2), (1, 5))]) == Box((2, 1), (3, 6))
