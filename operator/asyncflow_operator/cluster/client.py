@@ -369,7 +369,8 @@ class Api:
     ) -> AsyncIterator[list[Json]]:
         """Yield the changes after version ``since`` as they arrive, in batches, until the server ends the stream.
 
-        Raises Expired where ``since`` is too old, Unreachable where nothing, no bookmark either, came for ``idle_s``.
+        Raises Expired where ``since`` is too old, Unreachable where nothing, no bookmark either, came for ``idle_s`` or
+        the server is too busy to begin: after the time that it wants, the watch may go on at ``since``.
         """
         query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
         query |= {"labelSelector": labels} if labels else {}
@@ -382,7 +383,11 @@ class Api:
                 response = await self._send("GET", path, query=query, accept=accept, timeout=timeout)
             self._answered("watch", kind.plural, str(response.status), time.monotonic() - begun)
             if response.status != 200:
-                raise refusal(response.status, _decoded(await _whole(response)), where=f"watch {path}")
+                failure = refusal(response.status, _decoded(await _whole(response)), where=f"watch {path}")
+                if response.status not in _BUSY:
+                    raise failure
+                await asyncio.sleep(_seconds(response.headers.get("Retry-After", "")))
+                raise Unreachable(failure.what, where=failure.where)
             async for batch in _lines(response, idle_s):
                 yield [_changed(line, path) for line in batch]
         except _BROKEN as error:

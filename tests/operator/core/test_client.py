@@ -179,6 +179,31 @@ async def test_the_informer_lists_again_after_410_and_drops_missing_objects(serv
     assert sorted(name for _, name, _ in store.all("ConfigMap")) == ["b", "c"]
 
 
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_watch_that_a_busy_server_does_not_begin_goes_on_where_it_was_without_a_list(
+    serve: Serve, status: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(informer, "_FIRST_BACKOFF_S", 0.0)
+    asked: list[str] = []
+    follows = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.query.get("resourceVersion", "list"))
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "10"}, "items": []})
+        if len(asked) < 4:
+            return web.json_response({"kind": "Status", "code": status}, status=status, headers={"Retry-After": "0"})
+        follows.set()
+        await asyncio.sleep(5)
+        return await answered(request)
+
+    store = ObjectStore(lambda _kind, raw, _before: raw, lambda *_: None)
+    following = asyncio.create_task(Informer(await serve(answer), store, CONFIG_MAP).run())
+    await asyncio.wait_for(follows.wait(), 10)
+    following.cancel()
+    assert asked == ["list", "10", "10", "10"]
+
+
 async def test_a_process_that_leads_no_more_sends_no_write_nor_repeats_one(serve: Serve) -> None:
     """As one that was stopped amid its work and wakes to find that its Lease is over."""
     seen: list[str] = []
