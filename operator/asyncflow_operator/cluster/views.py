@@ -20,12 +20,16 @@ Json = Mapping[str, Any]
 
 _NOBODYS_FAILURE: Final = frozenset(
     (
-        *("Evicted", "Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated"),
+        *("Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated"),
         *("NodeAffinity", "NodePorts", "TaintToleration", "TopologyAffinityError", "UnexpectedAdmissionError"),
         "VolumeAttachmentLimitExceeded",
     )
 )
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
+_EVICTED: Final = "Evicted"
+"""Reason of a pod that its kubelet ended, or did not let begin. Of one that had begun it is the pod's own doing, which
+used more disk than its limit, unless the condition DisruptionTarget says that the node ran short.
+"""
 _OUT_OF: Final = "OutOf"
 """Beginning of the reason of a pod that its node has too little for: the name of the resource follows."""
 _UNSEEN: Final = "ContainerStatusUnknown"
@@ -58,6 +62,8 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
     reason = str(status.get("reason", ""))
+    begun = seconds(running.get("startedAt") or ended.get("startedAt"))
+    said: Json = {} if reason == _EVICTED else ended
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -73,7 +79,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         unreachable=_unreachable(spec, conditions) and phase == "Running",
         leftover=over and any("running" in (each.get("state") or {}) for each in containers),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
-        started=seconds(running.get("startedAt") or ended.get("startedAt")),
+        started=begun,
         finished=seconds(ended.get("finishedAt")),
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
@@ -85,11 +91,12 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
         waiting=waiting,
         waiting_message=waiting_message,
-        exit_code=ended.get("exitCode"),
-        exit_reason=str(ended.get("reason") or reason),
-        last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
+        exit_code=said.get("exitCode"),
+        exit_reason=str(said.get("reason") or reason),
+        last_words=str(said.get("message") or status.get("message") or "")[-_LAST_WORDS:],
         disrupted=_holds(conditions, "DisruptionTarget")
         or reason in _NOBODYS_FAILURE
+        or (reason == _EVICTED and begun is None)
         or reason.startswith(_OUT_OF)
         or ended.get("reason") == _UNSEEN,
     )

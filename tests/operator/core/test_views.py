@@ -72,7 +72,7 @@ def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
 @pytest.mark.parametrize(
     "status",
     [
-        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"},
+        {"phase": "Failed", "reason": "Evicted", "message": "Pod was rejected: the node had [MemoryPressure]"},
         {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"phase": "Failed", "reason": "OutOfcpu"},
         {"phase": "Failed", "reason": "OutOfnvidia.com/gpu"},
@@ -87,6 +87,15 @@ def test_a_pod_that_the_cluster_took_away_counts_as_no_failure(status: dict[str,
     view = pod_view(pod(**status))
     assert view.disrupted
     assert view.exit_code is None
+
+
+def test_a_pod_that_its_kubelet_evicts_beyond_its_own_limit_has_failed() -> None:
+    words = 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi". '
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": words, "containerStatuses": [ended(0)]}
+    view = pod_view(pod(**evicted))
+    assert (end_of(view), view.exit_reason, view.last_words) == (PodEnd.FAILED, "Evicted", words)
+    node_is_short = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert end_of(pod_view(pod(**evicted | node_is_short))) is PodEnd.TAKEN
 
 
 UNSEEN = {
