@@ -266,14 +266,15 @@ class Condition(Spec):
 Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=keyed_by("type"))]
 
 
-ObjectName = Annotated[str, StringConstraints(pattern=NAME, max_length=40)]
+ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
+"""The name of one of AsyncFlow's objects, with which the names of its Services begin: those take no digit there."""
 
 
 class ObjectMeta(Spec):
     """Name, namespace, labels and annotations of an object."""
 
     name: ObjectName
-    """Name of the object, a DNS label of at most 40 characters."""
+    """Name of the object, a DNS label of at most 40 characters that begins with a letter."""
     namespace: Name = "default"
     """Namespace of the object; of no meaning on one machine."""
     labels: Labels = Field(default_factory=dict)
