@@ -46,7 +46,7 @@ class Failures:
     """Failures of an object's actions.
 
     errors: all but refusals; denied: what was refused, and is not expected to change by itself; ends: the namespace is
-    ending; gone: the owner does not exist any more.
+    ending; gone: another one has the owner's name.
     """
 
     errors: list[AsyncFlowError] = field(default_factory=list)
@@ -68,13 +68,16 @@ class PlanExecutor:
         self._acted = acted
 
     async def write_status(self, owner: Owner, status: Manifest) -> Failures:
-        """Write the status of ``owner``, if it still is the object with that UID."""
+        """Write the status of ``owner``, if it still is the object with that UID.
+
+        That it is not found may be said by others than its server, or of the status alone: its watch says it for sure.
+        """
         failures = Failures()
         kind = BY_NAME[owner.kind]
         try:
             raw = await self._api.write_status(kind, owner.namespace, owner.name, status, uid=owner.uid)
         except Refusal as refused:
-            failures.gone = refused.absent or refused.replaced
+            failures.gone = refused.replaced
             failures.ends = refused.namespace_ends
             if failures.gone:
                 self._store.remove(owner.kind, owner.namespace, owner.name, owner.uid)

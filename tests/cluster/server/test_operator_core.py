@@ -208,7 +208,7 @@ async def test_a_namespace_that_ends_is_told(api: Api, plane: ControlPlane, name
 
 async def test_the_status_of_an_object_that_is_gone_is_not_written(api: Api, namespace: str) -> None:
     failures = await PlanExecutor(api, store(), NoDriver()).write_status(owner(namespace), {"phase": "Running"})
-    assert failures.gone
+    assert [(type(each), each.absent) for each in failures.errors] == [(Refusal, True)]
 
 
 async def test_the_same_note_is_one_event(api: Api, plane: ControlPlane, namespace: str, monkeypatch: Any) -> None:

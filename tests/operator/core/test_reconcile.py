@@ -144,6 +144,22 @@ async def test_an_object_that_was_made_again_during_the_write_is_not_gone(
     assert (await world.reconciler.reconcile(JOB)).gone
 
 
+async def test_that_a_status_is_not_found_does_not_say_that_its_object_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that knows no route says so too, and an API server whose definition lacks the status for a moment."""
+
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise Refusal('rljobs.asyncflow.dev "quickstart" not found', where="it", status=404, reason="NotFound")
+
+    monkeypatch.setattr(world.api, "write_status", refuse)
+    world.plan = Plan(status={})
+    world.put_job()
+    outcome = await world.reconciler.reconcile(JOB)
+    assert (outcome.gone, outcome.failed) == (False, True), "its watch says so, or it is tried again"
+    assert world.observer.resource(JOB) is not None
+
+
 MODIFIED = 'Operation cannot be fulfilled on it "quickstart": the object has been modified'
 OTHER_UID = "Precondition failed: UID in precondition: u, UID in object meta: another"
 
