@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import reduce
 from types import MappingProxyType
 from typing import Final
@@ -287,7 +288,7 @@ def _devices(blueprint: Blueprint) -> dict[str, str]:
 
 def _asked(cpu: float, hard: dict[str, str]) -> Manifest:
     """Memory and devices are limits too: what goes beyond takes the node down, or belongs to another."""
-    requests = {"cpu": f"{math.ceil(cpu * 1000)}m", **hard}
+    requests = {"cpu": f"{math.ceil(Decimal(str(cpu)) * 1000)}m", **hard}
     return {"requests": requests, "limits": hard} if hard else {"requests": requests}
 
 

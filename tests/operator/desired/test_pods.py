@@ -386,12 +386,12 @@ def test_memory_and_devices_are_limits_and_cpu_is_not(desired: Desired, job_stat
     state = job_state(
         trainer={
             "accelerator": {"profile": "nvidia", "count": 2},
-            "resources": {"cpu": "2500m", "memory": "4Gi", "sharedMemory": "1Gi"},
+            "resources": {"cpu": "16.1", "memory": "4Gi", "sharedMemory": "1Gi"},
         }
     )
     pod = desired.pod(state, "trainer", 0, 0)
     hard = {"memory": str(4 << 30), "nvidia.com/gpu": "2"}
-    assert container(pod)["resources"] == {"requests": {"cpu": "2500m", **hard}, "limits": hard}
+    assert container(pod)["resources"] == {"requests": {"cpu": "16100m", **hard}, "limits": hard}
     shm = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": str(1 << 30)}
     assert container(pod)["image"] == "registry.example/asyncflow/runtime-cuda:1.2.3"
