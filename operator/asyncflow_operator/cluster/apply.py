@@ -5,8 +5,9 @@ owner's UID and still has the UID that was seen; one of that name that is anothe
 applied without having been seen (``desired.secrets`` says why that is enough), and not even the answer shows it.
 
 Invariant: a stage begins only when all of the one before has been tried and the server answers, so what was counted is
-on record before what it was counted from is gone; what the server refuses stops only what says that it needs it; and
-what the server answers is in the store before the plan counts as carried out.
+on record before what it was counted from is gone; what the server refuses stops only what says that it needs it; where
+it fails at a pod, which may take long, no more pods are begun; and what the server answers is in the store before the
+plan counts as carried out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Final, Protocol
 from asyncflow.api.names import LABEL_ATTEMPT
 from asyncflow.errors import AsyncFlowError
 from asyncflow_operator.actions import Action, Apply, Delete, DriverOrder, Release, Report
-from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal
+from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal, Unreachable
 from asyncflow_operator.cluster.kinds import BY_NAME, POD, Kind
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.cluster.views import controller_of
@@ -56,6 +57,13 @@ class Failures:
 
     def __bool__(self) -> bool:
         return bool(self.errors or self.denied)
+
+    @property
+    def at_pods(self) -> bool:
+        """Return whether the server did not answer, or failed at a pod, as it would at the next one."""
+        return any(isinstance(error, Unreachable) for error in self.errors) or any(
+            denial.failed and denial.ref.kind == POD.name for denial in self.denied
+        )
 
 
 class PlanExecutor:
@@ -111,6 +119,8 @@ class PlanExecutor:
             self._driver.order(owner, action.path)
             return
         async with slots:
+            if failures.at_pods and isinstance(action, Apply) and action.ref.kind == POD.name:
+                return
             try:
                 await self._do(owner, action)
             except Refusal as refused:

@@ -1,5 +1,6 @@
 """Looking at objects: with a real store and observer, and decisions that the test makes."""
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from asyncflow.api.names import DIGEST
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import AsyncFlowError
 from asyncflow_operator.actions import Apply, Delete, Plan, Release
-from asyncflow_operator.cluster.apply import Failures, PlanExecutor
-from asyncflow_operator.cluster.client import Api, Refusal
+from asyncflow_operator.cluster.apply import AT_ONCE, Failures, PlanExecutor
+from asyncflow_operator.cluster.client import Api, ApiError, Refusal, Unreachable
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
@@ -197,6 +198,34 @@ async def test_a_failure_of_the_server_is_told_from_a_refusal_of_an_object(
     owner, pod = world.observer.resource(JOB).owner, {"kind": "Pod", "metadata": {"name": "quickstart-driver-0"}}
     failures = await world.executor.carry_out(owner, [[Apply(manifest=pod)]])
     assert [(each.missing, each.failed) for each in failures.denied] == [(True, failed)]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "tried"),
+    [
+        (Refusal("failed calling webhook", where="it", status=500), AT_ONCE),
+        (Unreachable("no answer", where="it"), AT_ONCE),
+        (Refusal("exceeded quota", where="it", status=403), 100),
+    ],
+    ids=["webhook", "silence", "quota"],
+)
+async def test_where_the_server_fails_at_pods_no_more_of_them_are_begun(
+    world: World, monkeypatch: pytest.MonkeyPatch, refusal: ApiError, tried: int
+) -> None:
+    """Each may take as long as the deadline of a webhook, and holds up what is decided about the job meanwhile."""
+    asked: list[str] = []
+
+    async def refuse(_: Any, __: str, manifest: Any) -> Any:
+        asked.append(manifest["metadata"]["name"])
+        await asyncio.sleep(0)
+        raise refusal
+
+    monkeypatch.setattr(world.api, "create", refuse)
+    world.put_job()
+    owner = world.observer.resource(JOB).owner
+    pods = [Apply(manifest={"kind": "Pod", "metadata": {"name": f"p-{number}"}}) for number in range(100)]
+    assert await world.executor.carry_out(owner, [pods])
+    assert len(asked) == tried
 
 
 def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World) -> None:
