@@ -36,6 +36,7 @@ _CREATING: Final = frozenset(("ContainerCreating", "PodInitializing"))
 _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
 
 _REMEDIES: Final = {
+    "must specify": "State it in podSpec, or make a LimitRange with defaults",
     "quota": "Raise the quota or ask for less",
     "already exists": "It belongs to another owner: delete it, or give this job another name",
     "could not find the requested resource": "Install what defines that kind, or do without it in spec.scheduling",

@@ -169,6 +169,9 @@ def test_the_obstacle_that_stops_everything_comes_first():
     denied = why(waiting, denied=[Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)])
     assert denied.reason == "Denied"
     assert "exceeded quota: pods=10. Raise the quota" in denied.message
+    unstated = 'pods "demo-rollout-1" is forbidden: failed quota: q: must specify limits.cpu for: asyncflow'
+    denied = why(denied=[Denial(Ref("Pod", "demo-rollout-1"), unstated, missing=True)])
+    assert denied.message.endswith("for: asyncflow. State it in podSpec, or make a LimitRange with defaults")
     workload = Denial(Ref("Workload", "demo"), "exceeded quota: workloads", missing=True)
     assert [why(gang="kueue").reason, why(denied=[workload], gang="kueue").reason] == ["Gang", "Denied"]
     assert (
