@@ -181,8 +181,9 @@ class Reconciler:
         if plan.status is not None:
             failures = await self._executor.write_status(owner, plan.status)
             if failures:
-                gone = failures.gone and self._observer.resource(key) is None
-                return ReconcileOutcome(failed=not failures.gone, gone=gone), failures
+                there = self._observer.resource(key)
+                failed = there is not None and there.owner.uid == owner.uid
+                return ReconcileOutcome(failed=failed, gone=there is None), failures
         failures = await self._executor.carry_out(owner, stages, lacking=paused)
         await self._record(owner, plan, stages, failures)
         for note in plan.notes:

@@ -47,13 +47,12 @@ class Failures:
     """Failures of an object's actions.
 
     errors: all but refusals; denied: what was refused, and is not expected to change by itself; ends: the namespace is
-    ending; gone: another one has the owner's name.
+    ending.
     """
 
     errors: list[AsyncFlowError] = field(default_factory=list)
     denied: list[Denial] = field(default_factory=list)
     ends: bool = False
-    gone: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.errors or self.denied)
@@ -78,17 +77,14 @@ class PlanExecutor:
     async def write_status(self, owner: Owner, status: Manifest) -> Failures:
         """Write the status of ``owner``, if it still is the object with that UID.
 
-        That it is not found may be said by others than its server, or of the status alone: its watch says it for sure.
+        That it is not may be said by others than its server, or of the status alone: its watch says it for sure.
         """
         failures = Failures()
         kind = BY_NAME[owner.kind]
         try:
             raw = await self._api.write_status(kind, owner.namespace, owner.name, status, uid=owner.uid)
         except Refusal as refused:
-            failures.gone = refused.replaced
             failures.ends = refused.namespace_ends
-            if failures.gone:
-                self._store.remove(owner.kind, owner.namespace, owner.name, owner.uid)
             failures.errors.append(refused)
         except ApiError as error:
             failures.errors.append(error)

@@ -134,7 +134,7 @@ async def test_an_object_that_was_made_again_during_the_write_is_not_gone(
         world.store.remove("RLJob", "ns", "quickstart", owner.uid)
         if again:
             world.put_job(uid="another", version=9)
-        return Failures(gone=True, errors=[AsyncFlowError("the UID is another")])
+        return Failures(errors=[AsyncFlowError("the UID is another")])
 
     monkeypatch.setattr(world.executor, "write_status", write_status)
     world.plan = Plan(status={})
@@ -145,15 +145,21 @@ async def test_an_object_that_was_made_again_during_the_write_is_not_gone(
     assert (await world.reconciler.reconcile(JOB)).gone
 
 
-async def test_that_a_status_is_not_found_does_not_say_that_its_object_is_gone(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Refusal('rljobs.asyncflow.dev "quickstart" not found', where="it", status=404, reason="NotFound"),
+        Refusal("admission webhook denied the request", where="it", status=422),
+    ],
+    ids=["a proxy without a route, or a definition without a status", "a webhook"],
+)
+async def test_no_refusal_of_a_status_says_that_its_object_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
-    """A proxy that knows no route says so too, and an API server whose definition lacks the status for a moment."""
-
     async def refuse(*_: Any, **__: Any) -> Any:
-        raise Refusal('rljobs.asyncflow.dev "quickstart" not found', where="it", status=404, reason="NotFound")
+        raise refusal
 
-    monkeypatch.setattr(world.api, "write_status", refuse)
+    monkeypatch.setattr(world.api, "_call", refuse)
     world.plan = Plan(status={})
     world.put_job()
     outcome = await world.reconciler.reconcile(JOB)
@@ -172,7 +178,7 @@ async def test_only_another_uid_says_that_an_object_is_gone(
     async def refuse(*_: Any, **__: Any) -> Any:
         raise Refusal(what, where="it", status=409, reason="Conflict")
 
-    for verb in ("write_status", "delete", "merge"):
+    for verb in ("delete", "merge"):
         monkeypatch.setattr(world.api, verb, refuse)
     world.put_job()
     world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
@@ -182,8 +188,6 @@ async def test_only_another_uid_says_that_an_object_is_gone(
         failures = await world.executor.carry_out(owner, [[action]])
         assert bool(failures.errors) is stays, "what was not done is to be done later"
     assert (world.store.get(pod.kind, "ns", pod.name) is not None) is stays
-    assert (await world.executor.write_status(owner, {})).gone is not stays
-    assert (world.store.get(*JOB) is not None) is stays
 
 
 @pytest.mark.parametrize(("status", "failed"), [(401, True), (403, False), (422, False), (500, True)])
