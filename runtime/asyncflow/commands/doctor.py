@@ -6,10 +6,10 @@ Invariant: nothing is written, and no process of the run is changed.
 from __future__ import annotations
 
 import click
-import msgspec
 
 from asyncflow.doctor.checks import CHECKS, examine
 from asyncflow.doctor.reading import read
+from asyncflow.view.console import print_json
 from asyncflow.view.findings import finding_lines
 
 FOUND = 1
@@ -23,7 +23,7 @@ def doctor(target: str, *, as_json: bool) -> int:
     evidence = read(target)
     found = examine(evidence)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return FOUND if found else 0
     for finding in found:
         click.echo("\n".join(finding_lines(finding)))

@@ -10,13 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from asyncflow.errors import ManifestError
-
-_WIDTH = 160
-"""Columns where there is no terminal whose width could be asked for."""
 
 _SAMPLES = ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated", "skipped")
 _OPEN_ROWS = ("put", "cleared", "remaining", "without_bytes")
@@ -48,6 +43,7 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
     from asyncflow.plan import drawing
     from asyncflow.plan.describe import tables
     from asyncflow.plan.job import plan as make_plan
+    from asyncflow.view.console import print_table
 
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes:
@@ -64,17 +60,8 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
     for partition in (TRAIN, EVAL) if job.spec.evaluation is not None else (TRAIN,):
         click.echo("\n".join(drawing.text(planned, partition)))
     click.echo()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
     for described in tables(job, planned):
-        table = Table(title=described.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for column in described.columns:
-            table.add_column(column, header_style="dim")
-        for row in described.rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
+        print_table(described)
 
 
 def audit(directory: Path) -> int:

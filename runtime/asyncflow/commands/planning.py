@@ -9,13 +9,12 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
@@ -24,7 +23,6 @@ from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB
 from asyncflow.local.placement import resolve
 from asyncflow.models.source import materialize_config
-from asyncflow.plan.describe import TextTable
 from asyncflow.planner.advice import advice, seconds_text
 from asyncflow.planner.devices import DEVICES, Device, read_device, usual_device
 from asyncflow.planner.measured import factors
@@ -39,9 +37,9 @@ from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.simulated import SimulatedOptions
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim import Models
+from asyncflow.view.console import print_table
 
-_WIDTH = 180
-"""Columns where there is no terminal whose width could be asked for."""
+_print = partial(print_table, width=180)
 _ROWS = 8
 _FEW = 4
 """Rows of the table, and simulations for each schedule beside the job's own."""
@@ -243,16 +241,3 @@ def _values(
         "schedules": [plain(problem, each) for each in of_schedules],
         "what_if": {change: plain(other.problem, other.found.best) for change, other in others},
     }
-
-
-def _print(described_: TextTable) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    table = Table(title=described_.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in described_.columns:
-        table.add_column(column, header_style="dim")
-    for row in described_.rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print()

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import click
 import msgspec
 from msgspec import Struct
-from rich.console import Console
 from rich.table import Table
 
 from asyncflow.errors import DeadlineExceeded, ManifestError
@@ -25,9 +24,9 @@ from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import PartitionView, PeekedRows, QueueStats, Tag, TaskView, UnitView
 from asyncflow.queue.values import decode
 from asyncflow.rpc.tls import Credentials
+from asyncflow.view.console import make_console, make_table, print_json
 
 T = TypeVar("T")
-_WIDTH = 160
 _CALL_S = 10.0
 _LOOK_S = 0.5
 _LONGEST = 60
@@ -73,15 +72,15 @@ def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None
 
     overview = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
-        _print_json(overview)
+        print_json(overview)
         return
-    table = _table("PARTITION", "FOR", "ROWS", "WANTED", "READY", "LEASED", "WAITING CLAIMS")
+    table = make_table("PARTITION", "FOR", "ROWS", "WANTED", "READY", "LEASED", "WAITING CLAIMS")
     for view in overview.partitions:
         counts = (_by_task(view, lambda task: task.ready), _by_task(view, lambda task: task.leased))
         parked = _by_task(view, lambda task: task.parked)
         table.add_row(view.name, view.purpose or "-", str(view.rows), str(view.wanted), *counts, parked)
-    _print(table)
-    _print(_of_units(overview.units))
+    make_console().print(table)
+    make_console().print(_of_units(overview.units))
     stats = overview.stats
     units = "1 unit" if stats.units == 1 else f"{stats.units} units"
     click.echo(f"{units}, {size(stats.bytes)} of {size(stats.limit)} held, ledger {size(stats.ledger_bytes)}")
@@ -123,25 +122,27 @@ def show(address: str, partition: str, *, tls: Path | None, timeout: float, as_j
 
     view = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
-        _print_json(view)
+        print_json(view)
         return
     if not view.purpose and not view.tasks:
         raise ManifestError(f"there is no partition {partition!r}", where=address, hint="See asyncflow queue ls")
     expected = "" if view.expected is None else f" of {view.expected} expected"
     click.echo(f"{view.name} ({view.purpose or 'empty'}): {view.rows} rows{expected}, {view.wanted} wanted")
     click.echo("columns: " + ", ".join(f"{name} {dtype}" for name, dtype in view.columns.items()))
-    table = _table("TASK", "NEEDS", "WRITES", "READY", "LEASED", "DONE", "WAITING CLAIMS", "OLDEST NOT READY", "LACKS")
+    table = make_table(
+        "TASK", "NEEDS", "WRITES", "READY", "LEASED", "DONE", "WAITING CLAIMS", "OLDEST NOT READY", "LACKS"
+    )
     for task in view.tasks:
         counts = (task.ready, task.leased, task.done, task.parked)
-        oldest = (
-            (f"row {task.oldest.row}, {task.oldest.seconds:.0f} s", _list(task.oldest.lacks)) if task.oldest else ()
-        )
+        oldest = ("-", "-")
+        if task.oldest:
+            oldest = (f"row {task.oldest.row}, {task.oldest.seconds:.0f} s", _list(task.oldest.lacks))
         name = f"{task.name} (groups)" if task.groups else task.name
-        table.add_row(name, _list(task.needs), _list(task.writes), *map(str, counts), *(oldest or ("-", "-")))
-    _print(table)
+        table.add_row(name, _list(task.needs), _list(task.writes), *map(str, counts), *oldest)
+    make_console().print(table)
     for silent, tasks in view.silent.items():
         click.echo(f"controller {silent} does not answer: nothing is known of its tasks, {_list(tasks)}")
-    _print(_of_units(view.units))
+    make_console().print(_of_units(view.units))
 
 
 def peek(
@@ -164,16 +165,16 @@ def peek(
 
     rows = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
-    table = _table("ROW", "KEY", "TAGS", *(["STATE", "ATTEMPT"] if task else []), "BYTES", *columns)
+    table = make_table("ROW", "KEY", "TAGS", *(["STATE", "ATTEMPT"] if task else []), "BYTES", *columns)
     for row in rows:
         tags, sizes = (_list(f"{name}={value}" for name, value in pairs.items()) for pairs in (row.tags, row.bytes))
         seen = (row.state, str(row.attempt)) if task else ()
         table.add_row(
             str(row.row), row.key or "-", tags, *seen, sizes, *(row.values.get(name, "-") for name in columns)
         )
-    _print(table)
+    make_console().print(table)
 
 
 def _look(
@@ -226,7 +227,7 @@ def _state(peek: PeekedRows, index: int) -> str:
 
 
 def _of_units(units: Sequence[UnitView]) -> Table:
-    table = _table("UNIT", "STATE", "ROWS", "HELD", "OF", "EPOCH", "ADDRESS")
+    table = make_table("UNIT", "STATE", "ROWS", "HELD", "OF", "EPOCH", "ADDRESS")
     for unit in units:
         room = (size(unit.bytes), size(unit.limit))
         table.add_row(str(unit.unit), unit.state, str(unit.rows), *room, str(unit.epoch), unit.address or "-")
@@ -239,21 +240,3 @@ def _by_task(view: PartitionView, count: Callable[[TaskView], int]) -> str:
 
 def _list(words: Any) -> str:
     return ", ".join(words) or "-"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, header_style="dim")
-    return table
-
-
-def _print(table: Table) -> None:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.print(table)
-
-
-def _print_json(value: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

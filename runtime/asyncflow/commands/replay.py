@@ -18,8 +18,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
@@ -33,6 +31,7 @@ from asyncflow.plan.job import plan as make_plan
 from asyncflow.replay.history import RecordedStep, ReplayPlan, RunHistory, obstacles, plan_replay, reasons
 from asyncflow.training.checkpoint import Checkpoints
 from asyncflow.training.recording import ranks_of, read_records
+from asyncflow.view.console import make_console, make_table
 
 _CLOSE = 1e-3
 _WIDTH = 120
@@ -79,9 +78,8 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
     )
     for reason in reasons(job.spec, step, recorded):
         click.echo(f"  {reason}")
-    table = Table(box=None, pad_edge=False)
-    for column in ("slot", "sample", "tokens", "made by", "reward", "advantage"):
-        table.add_column(column, header_style="dim", justify="left" if column in ("sample", "made by") else "right")
+    numbers = ("slot", "tokens", "reward", "advantage")
+    table = make_table("slot", "sample", "tokens", "made by", "reward", "advantage", right=numbers)
     rows = [(number, sample) for number, slot in enumerate(recorded.slots) for sample in slot]
     for number, sample in rows[:most]:
         several = len(sample.runs) > 1
@@ -95,10 +93,7 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
             ABSENT if sample.decided is None else f"{sample.decided:+.4g}",
         )
     if most:
-        console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            console.width = _WIDTH
-        console.print(table)
+        make_console(width=_WIDTH).print(table)
         if len(rows) > most:
             click.echo(f"and {len(rows) - most} more (-n)")
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
-import msgspec
-from rich.console import Console
-
 from asyncflow.driver.sample_files import SAMPLES, Purpose, SampleFile, SampleText, read_step, sample_files
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import check_run
+from asyncflow.view.console import make_console, print_json
 from asyncflow.view.samples import sample_panel
 
 _WIDTH = 120
@@ -31,11 +28,9 @@ def samples(run: Path, *, step: int | None, purpose: Purpose, order: str | None,
     kept = read_step(run, purpose=purpose, step=chosen)
     shown = _ordered(kept, order)[:most]
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+        print_json(shown)
         return
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = make_console(width=_WIDTH)
     for sample in shown:
         console.print(sample_panel(sample))
     what = f"the evaluation of θ_{chosen}" if purpose == "eval" else f"step {chosen}"

@@ -13,7 +13,6 @@ from statistics import fmean
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from asyncflow.api.load import load_job
@@ -32,9 +31,8 @@ from asyncflow.telemetry.spans import FOLDER as SPANS
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import Shares, attribute, shares
 from asyncflow.timeline.tracks import Timeline
+from asyncflow.view.console import make_console, make_table, print_json
 
-_WIDTH = 160
-"""Columns where there is no terminal whose width could be asked for."""
 MODELS = "models.json"
 """File of a run's folder with the models that were fitted to it."""
 
@@ -61,16 +59,14 @@ def sim(
     made = simulate(scenario, seed=job.spec.algorithm.seed if seed is None else seed)
     took_s = time.process_time() - began
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(_figures(made))).decode())
+        print_json(_figures(made))
         return
     if missing := left_out(job):
         click.echo(f"note: not simulated: {'; '.join(missing)}")
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
     assert made.timeline is not None
     timeline, title = attribute(made.timeline), f"{job.name}: {len(made.steps)} steps in {made.wall_s:.4g} s"
     click.echo(f"{title}, simulated in {took_s:.2g} s")
+    console = make_console()
     console.print(_steps(made))
     console.print(_spent(shares(timeline)))
     if output is not None:
@@ -90,15 +86,13 @@ def fit(directory: Path, *, output: Path | None) -> None:
     models, made = fitted(job, recorded)
     file = directory / MODELS if output is None else output
     models.write(file)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("mean of a step", header_style="dim")
-    for name in ("recorded", "simulated", "error"):
-        table.add_column(name, header_style="dim", justify="right")
+    numbers = ("recorded", "simulated", "error")
+    table = make_table("mean of a step", *numbers, right=numbers)
     real, counted = recorded.steps[WITHOUT:], made.steps[WITHOUT:] or made.steps
     for name in ("wall_s", "wait_s", "compute_s", "response_tokens", "staleness_start_mean"):
         one, other = fmean(step[name] for step in real), fmean(getattr(step, name) for step in counted)
         table.add_row(name, f"{one:.4g}", f"{other:.4g}", f"{other / one - 1:+.1%}" if one else "")
-    Console(highlight=False, width=_WIDTH).print(table)
+    make_console().print(table)
     click.echo(f"{file}: the models; asyncflow sim FILE --models {file}")
 
 
@@ -154,9 +148,8 @@ def _step_s(made: Simulated) -> float:
 
 
 def _steps(made: Simulated) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("step s", "of which wait", "compute", "tokens/s", "staleness start", "end", "most"):
-        table.add_column(name, header_style="dim", justify="right")
+    names = ("step s", "of which wait", "compute", "tokens/s", "staleness start", "end", "most")
+    table = make_table(*names, right=names)
     counted = made.steps[WITHOUT:] or made.steps
     table.add_row(
         f"{_step_s(made):.4g}",
@@ -172,9 +165,7 @@ def _steps(made: Simulated) -> Table:
 
 def _spent(found: Mapping[str, Shares]) -> Table:
     """Return what the processes of each role did, and why they were idle, as shares of their time."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("role", "idle", "what it did", "because of"):
-        table.add_column(name, header_style="dim", justify="right" if name == "idle" else "left")
+    table = make_table("role", "idle", "what it did", "because of", right=("idle",))
     for role in ("trainer", "rollout"):
         mine = [share for share in found.values() if share.role == role]
         total = sum(share.seconds for share in mine)

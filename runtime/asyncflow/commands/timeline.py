@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import msgspec
-from rich.console import Console
 
 from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.durable import write_whole
@@ -17,14 +15,13 @@ from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.perfetto import trace
 from asyncflow.timeline.tracks import Timeline
+from asyncflow.view.console import make_console, print_json
 from asyncflow.view.page.document import document
 from asyncflow.view.page.routes import TIMELINE
 from asyncflow.view.page.spans import chart
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
-_WIDTH = 160
-"""Columns where there is no terminal whose width could be asked for."""
 
 
 def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
@@ -37,15 +34,13 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
     begin = next((mark.at for mark in found.marks if mark.what == FIRST_DISPATCH), None) if training else None
     spent = shares(found, begin=begin)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(spent)).decode())
+        print_json(spent)
         return
     folder = output or run
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{run.absolute().name}: {found.end - found.begin:.1f} s"
     write_pictures(folder, found, title=title)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = make_console()
     console.print(shares_table(spent))
     console.print(f"{folder / PAGE}: the chart; {folder / TRACE}: opens in https://ui.perfetto.dev")
 
