@@ -201,8 +201,11 @@ _JUDGED_BY_ANSWER = ("task", "math_verify")
 
 @dataclass
 class _Findings:
-    """Findings of the checks. errors: what must be mended; notes: what is worth knowing."""
+    """Findings of the checks. elsewhere: what this machine lacks is no error; errors: what must be mended; notes: what
+    is worth knowing.
+    """
 
+    elsewhere: bool = False
     errors: list[AsyncFlowError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -213,6 +216,20 @@ class _Findings:
             yield
         except AsyncFlowError as error:
             self.errors.append(error)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Take an error of the body for something that this machine ``lacks``."""
+        try:
+            yield
+        except ManifestError as error:
+            self.lacks(error)
+
+    def lacks(self, error: ManifestError) -> None:
+        """Note that this machine lacks something, or raise ``error`` where the job runs here."""
+        if not self.elsewhere:
+            raise error
+        self.notes.append(f"this machine could not run it: {error}")
 
     def refuse(self, source: str) -> None:
         """Raise ManifestError with all errors, where there are any."""
@@ -230,7 +247,7 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     machines, so that what this one lacks is worth knowing and not an error. Takes seconds: a reward process is started.
     Raises ManifestError with everything that is wrong.
     """
-    spec, findings = job.spec, _Findings()
+    spec, findings = job.spec, _Findings(elsewhere=elsewhere)
     if spec.rollout.replicas == 0:
         waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
         findings.notes.append(f"{waits} (asyncflow scale, kubectl scale)")
@@ -239,20 +256,23 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
         findings.notes.append(unused + " not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
     _check_options(spec, findings)
     with findings.gather():
-        _check_store(spec, findings, elsewhere=elsewhere)
-    with findings.gather():
-        _check_transport(spec, findings, elsewhere=elsewhere)
+        queue = spec.transfer_queue
+        backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
+        with findings.here():
+            backend.check(servers=queue.store is None)
+    with findings.gather(), findings.here():
+        find_transport(spec.weight_sync.transport).check()
     for number, sink in enumerate(spec.telemetry.sinks):
         with findings.gather():
             check_sink(sink, number=number)
     with findings.gather():
         check_format(spec.storage.samples.format)
+    with findings.gather(), findings.here():
+        DeviceRoom(plan(job).roles)
     with findings.gather():
-        _check_devices(job, findings, elsewhere=elsewhere)
-    with findings.gather():
-        _check_packages(spec, findings, elsewhere=elsewhere)
+        _check_packages(spec, findings)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-            tokenizer = _check_model(spec, Path(scratch), findings, elsewhere=elsewhere)
+            tokenizer = _check_model(spec, Path(scratch), findings)
             if tokenizer is not None:
                 _check_data(spec, tokenizer, folder, Path(scratch), findings)
     with findings.gather():
@@ -283,48 +303,21 @@ def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
                 read_options(plugin.options, shape, where=where)
 
 
-def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
-    """Check that the queue's back end has what it needs on this machine. Raises ManifestError."""
-    queue = spec.transfer_queue
-    backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
-    try:
-        backend.check(servers=queue.store is None)
-    except ManifestError as error:
-        _lacking(error, findings, elsewhere=elsewhere)
-
-
-def _check_transport(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
-    """Check that the transport of weights has what it needs on this machine. Raises ManifestError."""
-    try:
-        find_transport(spec.weight_sync.transport).check()
-    except ManifestError as error:
-        _lacking(error, findings, elsewhere=elsewhere)
-
-
-def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
-    """Find a device of this machine for each process that asks for one. Raises ManifestError."""
-    try:
-        DeviceRoom(plan(job).roles)
-    except ManifestError as error:
-        _lacking(error, findings, elsewhere=elsewhere)
-
-
-def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
+def _check_packages(spec: RLJobSpec, findings: _Findings) -> None:
     """Check that the packages that read and compute models are installed. Raises ManifestError."""
     needed = ["tokenizers", "safetensors"]
     if spec.reference is not None or {spec.rollout.engine.name, spec.trainer.backend.name} & HEAVY.keys():
         needed += ["torch", "transformers"]
     if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
         hint = "make vllm installs the build for the CPU; for others see docs/guide/vllm.md"
-        error = ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint)
-        _lacking(error, findings, elsewhere=elsewhere)
+        findings.lacks(ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint))
     if absent := [name for name in needed if find_spec(name) is None]:
         raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
     if spec.trainer.lora is not None and find_spec("peft") is None:
         raise ManifestError("not installed: peft, for adapters", hint="pip install 'asyncflow[torch,lora]'")
 
 
-def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhere: bool) -> Encoder | None:
+def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder | None:
     """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
     from asyncflow.models.lora import chosen_layers
     from asyncflow.models.source import (
@@ -347,7 +340,7 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhe
     except ManifestError as error:
         if kind == "tiny":
             raise
-        _lacking(error, findings, elsewhere=elsewhere)
+        findings.lacks(error)
         return None
     with findings.gather():
         if spec.rollout.engine.name == "transformers":
@@ -459,10 +452,3 @@ async def _check_environment(spec: RLJobSpec, folder: Path) -> None:
     if spec.environment is not None:
         scorer = environment_process(spec.environment, spec.reward, workdir=folder)
         await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where="spec.environment")
-
-
-def _lacking(error: ManifestError, findings: _Findings, *, elsewhere: bool) -> None:
-    """Note that this machine lacks something, or raise ``error`` where the job runs here."""
-    if not elsewhere:
-        raise error
-    findings.notes.append(f"this machine could not run it: {error}")
