@@ -10,7 +10,7 @@ import statistics
 
 from asyncflow.doctor.evidence import Evidence
 from asyncflow.doctor.finding import Words, percent, seconds
-from asyncflow.flow.scaling import Elasticity, Signals
+from asyncflow.flow import scaling
 
 STARVED = 0.6
 """Share of its time that one side waits before the other is called the bottleneck: more than half as many rollouts
@@ -249,32 +249,8 @@ def data_plane(evidence: Evidence) -> Words | None:
 
 def _balanced(evidence: Evidence, *, waits: float, idle: float) -> int:
     """Return the rollouts with which the trainer would wait as little as the elastic policy aims at."""
-    elasticity, there = evidence.spec.elasticity, evidence.rollouts
-    made = sum(life.tokens for life in evidence.lives.values()) / max(evidence.lived_s("rollout") / max(there, 1), 1e-6)
-    policy = Elasticity(
-        least=min(1, evidence.spec.rollout.min_replicas),
-        most=1 << 20,
-        wait_share=elasticity.target_trainer_wait_share,
-        queued_steps=elasticity.max_queued_steps,
-        lag=evidence.spec.schedule.max_staleness,
-        stabilization_s=0.0,
-    )
-    return policy.balanced(
-        Signals(
-            rollouts=there,
-            ready=there,
-            step=0,
-            since=0,
-            wait_share=waits,
-            busy_share=1 - idle,
-            slot_share=1.0,
-            tokens_per_second=max(made, 1e-6),
-            handed_tokens=0.0,
-            start_s=0.0,
-            queued_steps=0.0,
-            lag=0.0,
-        )
-    )
+    target = evidence.spec.elasticity.target_trainer_wait_share
+    return scaling.balanced(evidence.rollouts, wait_share=waits, busy_share=1 - idle, target=target)
 
 
 def _by_cause(evidence: Evidence, role: str) -> str:

@@ -189,14 +189,6 @@ class Elasticity:
             shortage = replace(shortage, in_vain=True)
         return wanted, SignalWindow(wanted, signals.step, shortage=shortage)
 
-    def balanced(self, signals: Signals) -> int:
-        """Return the rollouts that would balance, without bounds, were each to make as many tokens as now."""
-        if signals.wait_share <= self.wait_share:
-            return max(1, math.ceil(signals.busy_share * signals.rollouts - _ROUNDING))
-        each = signals.tokens_per_second / max(signals.rollouts, 1)
-        missing = self._missing(signals) / each if each > 0 else 0.0
-        return max(signals.rollouts + 1, math.ceil(signals.rollouts + missing - _ROUNDING))
-
     def within(self, rollouts: int) -> int:
         """Return the number nearest to ``rollouts`` that is allowed."""
         return max(self.least, min(rollouts, self.most))
@@ -214,7 +206,10 @@ class Elasticity:
             if shortage.still(signals) if shortage.in_vain else judged:
                 return max(shortage.rollouts, math.ceil(rollouts / 2))
         twice = 2 * max(rollouts, 1)
-        return min(twice, self.balanced(signals)) if signals.tokens_per_second > 0 else twice
+        if signals.tokens_per_second <= 0:
+            return twice
+        waits, busy = signals.wait_share, signals.busy_share
+        return min(twice, balanced(signals.rollouts, wait_share=waits, busy_share=busy, target=self.wait_share))
 
     def _occupied(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
         """Return the rollouts that would have something to do all the time, at least half as many."""
@@ -233,6 +228,17 @@ class Elasticity:
     def _pays(self, signals: Signals, seconds: float) -> bool:
         """Return whether one rollout could have made the tokens that its drain costs in so many seconds."""
         return signals.pace * (seconds - signals.start_s) >= signals.handed_tokens or not signals.pace
+
+
+def balanced(rollouts: int, *, wait_share: float, busy_share: float, target: float) -> int:
+    """Return the rollouts that would balance, without bounds, were each to make as many tokens as now.
+
+    wait_share, busy_share: as in ``Signals``; target: the share of its time that the trainer is to wait.
+    """
+    if wait_share <= target:
+        return max(1, math.ceil(busy_share * rollouts - _ROUNDING))
+    more = (1.0 - target) / (1.0 - min(wait_share, _ALWAYS)) - 1.0
+    return max(rollouts + 1, math.ceil(rollouts + more * max(rollouts, 1) - _ROUNDING))
 
 
 _ROUNDING = 1e-6
