@@ -7,11 +7,11 @@ each thing that it is told, with the nonce of that.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 
-from asyncflow.data.base import MODEL, Message
+from asyncflow.data.base import MODEL, Message, Prompt
 from asyncflow.rewards.sandbox import Sandbox
 
 MAX_FRAME = 64 << 20
@@ -48,6 +48,18 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, Any] = {}
     length: int = 0
     transcript: list[Message] = []
+
+    @classmethod
+    def of(cls, prompt: Prompt, transcript: list[Message], *, length: int) -> Self:
+        """Make it of a prompt and the turns that answer it."""
+        return cls(
+            prompt=prompt.question,
+            response=transcript[-1].content,
+            answer=prompt.answer,
+            meta=prompt.meta,
+            length=length,
+            transcript=transcript,
+        )
 
     @property
     def turns(self) -> int:
@@ -134,6 +146,11 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     details: bytes = b""
     turns: list[float] = []
     text: str | None = None
+
+    @classmethod
+    def incomplete(cls, there: int, *, size: int) -> Self:
+        """Return the outcome where only ``there`` of the ``size`` samples of a group came that is judged whole."""
+        return cls(value=0.0, failure="incomplete", detail=f"{there} of {size} samples of its prompt are here")
 
     @property
     def tags(self) -> dict[str, float | str]:

@@ -177,14 +177,7 @@ class Job:
         """Return what reward function and environment are asked about what has ended: the last turn is the response."""
         assert self.prompt is not None
         assert self.ended is not None
-        return Example(
-            prompt=self.prompt.question,
-            response=transcript[-1].content,
-            answer=self.prompt.answer,
-            meta=self.prompt.meta,
-            length=len(self.ended),
-            transcript=transcript,
-        )
+        return Example.of(self.prompt, transcript, length=len(self.ended))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,9 @@ class Scoring:
         example = job.example(transcript)
         if not self._rewards.by_group:
             return (await self._rewards.score([example]))[0]
-        group = job.group
-        if len(group.jobs) < self._sizes.get(job.purpose, 0):
-            detail = f"{len(group.jobs)} of {self._sizes[job.purpose]} samples of its prompt are here"
-            return RewardResult(value=0.0, failure="incomplete", detail=detail)
+        group, size = job.group, self._sizes.get(job.purpose, 0)
+        if len(group.jobs) < size:
+            return RewardResult.incomplete(len(group.jobs), size=size)
         group.examples[job] = example
         if group.scored is None:
             group.scored = asyncio.get_running_loop().create_future()

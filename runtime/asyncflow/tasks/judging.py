@@ -60,16 +60,7 @@ class Judge:
             ids = columns["response_ids"].row(index)
             chosen = columns[LOSS_MASK].row(index) if LOSS_MASK in columns else np.ones(len(ids), np.bool_)
             transcript = self._transcriber.transcript(ids, chosen)
-            examples.append(
-                Example(
-                    prompt=prompt.question,
-                    response=transcript[-1].content,
-                    answer=prompt.answer,
-                    meta=prompt.meta,
-                    length=len(ids),
-                    transcript=transcript,
-                )
-            )
+            examples.append(Example.of(prompt, transcript, length=len(ids)))
         return examples
 
     async def _score(
@@ -77,8 +68,7 @@ class Judge:
     ) -> list[RewardResult]:
         size = self._sizes.get(rows[part[0]].meta.purpose, 0)
         if self._rewards.by_group and len(part) < size:
-            detail = f"{len(part)} of {size} samples of its prompt are here"
-            return [RewardResult(value=0.0, failure="incomplete", detail=detail)] * len(part)
+            return [RewardResult.incomplete(len(part), size=size)] * len(part)
         return await self._rewards.score([examples[index] for index in part])
 
 
