@@ -278,10 +278,11 @@ class ProcessContext:
         await asyncio.wait((working,))
         return False
 
-    async def told_to_leave(self) -> None:
-        """Wait until this process is to end, or first to give back what it has."""
+    async def call_when_told(self, leave: Callable[[], None]) -> None:
+        """Call ``leave`` as soon as this process is to end, or first to give back what it has."""
         waits = [asyncio.create_task(event.wait()) for event in (self.stopping, self.draining)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        leave()
 
     def _obey(self, directives: Directives) -> None:
         if directives.drain:

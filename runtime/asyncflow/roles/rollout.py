@@ -131,7 +131,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")
-        draining = asyncio.create_task(_drain_when_told(context, worker))
+        draining = asyncio.create_task(context.call_when_told(worker.drain))
         try:
             await worker.run()
         finally:
@@ -211,8 +211,3 @@ def merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
         return None
     materialize_weights(spec.model.source, folder)
     return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
-
-
-async def _drain_when_told(context: JobContext, worker: RolloutWorker) -> None:
-    await context.told_to_leave()
-    worker.drain()

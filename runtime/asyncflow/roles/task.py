@@ -77,7 +77,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
         stack.push_async_callback(queue.close)
         worker = TaskWorker(queue=queue, settings=settings, compute=compute, metrics=metrics, spans=context.spans)
         metrics.watch_busy(worker.busy)
-        leaving = asyncio.create_task(_leave_when_told(context, worker))
+        leaving = asyncio.create_task(context.call_when_told(worker.leave))
         try:
             await worker.run()
         finally:
@@ -96,8 +96,3 @@ def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
 def outputs_of(task: UserTaskSpec, *, default: int) -> tuple[OutputColumn, ...]:
     """Return the columns that a task writes. default: most entries of a row where the manifest does not say."""
     return tuple(OutputColumn(name=one.name, dtype=one.dtype, most=one.most or default) for one in task.writes)
-
-
-async def _leave_when_told(context: JobContext, worker: TaskWorker) -> None:
-    await context.told_to_leave()
-    worker.leave()

@@ -164,7 +164,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.meter.busy)
-    leaving = asyncio.create_task(_leave_when_told(context, trainer))
+    leaving = asyncio.create_task(context.call_when_told(trainer.leave))
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if backend.of_model:
@@ -217,11 +217,6 @@ async def _judged(context: JobContext, membership: Membership, step: int) -> boo
     for wait in waits:
         wait.cancel()
     return judged.is_set()
-
-
-async def _leave_when_told(context: JobContext, trainer: Trainer) -> None:
-    await context.told_to_leave()
-    trainer.leave()
 
 
 async def _report(membership: Membership, metrics: TrainerMetrics, report: TrainReport) -> None:
