@@ -102,9 +102,9 @@ def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:
     graph = graph_of(load_job(EXAMPLE, [tasks, "reference={}", "algorithm.kl.coefficient=0.1"]).spec)
     told = {"done": 4, "failed": {"raised": 2}, "first_failure": "raised: Traceback\nValueError: odd"}
     heard = [
-        (Member(role="task-a", index=0, incarnation="task-a-0-x"), told),
-        (Member(role="task-a", index=1, incarnation="task-a-1-y"), {"done": 3, "failed": {"raised": 1, "died": 1}}),
-        (Member(role="rollout", index=0, incarnation="rollout-0-z"), {"done": 9}),
+        (Member(role="task-a", index=0, incarnation="task-a-0-x"), told, 0.0),
+        (Member(role="task-a", index=1, incarnation="y"), {"done": 3, "failed": {"raised": 1, "died": 1}}, 0.0),
+        (Member(role="rollout", index=0, incarnation="rollout-0-z"), {"done": 9}, 0.0),
     ]
     stats = STATS | {"ready": {"train/a": 7, "eval/a": 1}, "leased": {"train/a": 2}}
     states = task_states(graph, heard, QueueStats(**stats))
@@ -126,7 +126,7 @@ def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:
 def test_of_a_task_that_is_left_to_clients_the_queue_tells_and_no_client_counts_as_its_process() -> None:
     own = "tasks=[{name: a, reads: [reward], writes: [{name: x}]}, {name: b, reads: [reward], writes: [{name: y}]}]"
     graph = graph_of(load_job(EXAMPLE, [own, "trainer.external=true"]).spec)
-    heard = [(Member(role="client", index=0, incarnation=f"client-0-{n}"), {"done": 5}) for n in range(3)]
+    heard = [(Member(role="client", index=0, incarnation=f"client-0-{n}"), {"done": 5}, 0.0) for n in range(3)]
     stats = STATS | {"ready": {"train/a": 7}, "leased": {"train/b": 2}}
     assert task_states(graph, heard, QueueStats(**stats)) == {
         "a": TaskState(role="client", ready=7),

@@ -42,11 +42,11 @@ Heard = tuple[Member, Status, float]
 """A member, what it said in its last heartbeat, and the seconds since."""
 
 
-def heard_of(directory: Directory) -> list[Heard]:
-    """Return all members of a directory as they were heard last."""
+def heard_of(directory: Directory, role: str | None = None) -> list[Heard]:
+    """Return all members of a directory, or those of a role, as they were heard last."""
     return [
         (member, directory.status(member.incarnation), directory.silent_s(member.incarnation) or 0.0)
-        for member in directory.members()
+        for member in directory.members(role)
     ]
 
 
@@ -70,16 +70,13 @@ def rollout_state(heard: Heard, *, newest: int | None, lag: int) -> RolloutState
     )
 
 
-def task_states(
-    graph: JobGraph, heard: Iterable[tuple[Member, Status]], stats: QueueStats | None
-) -> dict[str, TaskState]:
+def task_states(graph: JobGraph, heard: Iterable[Heard], stats: QueueStats | None) -> dict[str, TaskState]:
     """Return the state of each task of training that is a role of its own, by name.
 
-    heard: all members and their last heartbeats; stats: of the queue, None before the first. Of a client nobody knows
-    which task it does.
+    heard: all members; stats: of the queue, None before the first. Of a client nobody knows which task it does.
     """
     of_role: dict[str, list[Status]] = {}
-    for member, status in heard:
+    for member, status, _ in heard:
         of_role.setdefault(member.role, []).append(status)
     states: dict[str, TaskState] = {}
     for task in graph.of(TRAIN):

@@ -21,7 +21,7 @@ from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import FOLLOWER, HANDED_ON
 from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
-from asyncflow.driver.instances import fleets, heard_of, rollout_state, task_states, versions_state
+from asyncflow.driver.instances import Heard, fleets, heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.presence import MemberState, member_state
@@ -91,22 +91,18 @@ class Members:
     @property
     def kept_best(self) -> Best | None:
         """The version whose checkpoint the trainer keeps as the best."""
-        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
-        told = next((self._directory.status(member.incarnation).get("best") for member in leaders), None)
+        told = self._leader.get("best")
         return None if told is None else msgspec.convert(told, Best)
 
     @property
     def exports(self) -> dict[str, int]:
         """The steps of the weights that the trainer has exported, by folder."""
-        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
-        told = next((self._directory.status(member.incarnation).get("exports") for member in leaders), None)
-        return msgspec.convert(told or {}, dict[str, int])
+        return msgspec.convert(self._leader.get("exports") or {}, dict[str, int])
 
     @property
     def exported(self) -> bool:
         """True once the trainer has made the last step and written what the run is to leave behind."""
-        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
-        return any(self._directory.status(member.incarnation).get("exported") for member in leaders)
+        return bool(self._leader.get("exported"))
 
     @property
     def counts(self) -> Counter[str]:
@@ -124,31 +120,33 @@ class Members:
 
     def statuses(self, role: str) -> list[Status]:
         """Return what the members of a role reported in their last heartbeats."""
-        return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
+        return [status for _, status, _ in heard_of(self._directory, role)]
 
     def sample_rates(self) -> dict[str, float]:
         """Return the samples a second that each rollout has made so far while it generated, by its worker id."""
         return {
             member.incarnation: int(status.get("delivered", 0)) / float(status["busy_s"])
-            for member in self._directory.members("rollout")
-            if float((status := self._directory.status(member.incarnation)).get("busy_s", 0.0)) > 0
+            for member, status, _ in heard_of(self._directory, "rollout")
+            if float(status.get("busy_s", 0.0)) > 0
         }
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Return the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
-        heard = (each for each in heard_of(self._directory) if each[0].role == "rollout")
-        return [rollout_state(each, newest=newest, lag=lag) for each in heard]
+        return [rollout_state(each, newest=newest, lag=lag) for each in heard_of(self._directory, "rollout")]
 
     def tasks(self, graph: JobGraph, stats: QueueStats | None) -> dict[str, TaskState]:
         """Return the state of each task that is a role of its own; stats: of the queue."""
-        directory = self._directory
-        heard = [(member, directory.status(member.incarnation)) for member in directory.members()]
-        return task_states(graph, heard, stats)
+        return task_states(graph, heard_of(self._directory), stats)
 
     @property
-    def _own(self) -> list[Member]:
-        """The members that are a part of the job: nothing waits for followers."""
-        return [member for member in self._directory.members() if member.role != FOLLOWER]
+    def _leader(self) -> Status:
+        """The status of rank 0 of the trainer, empty while it is not there."""
+        return next((status for member, status, _ in heard_of(self._directory, "trainer") if member.index == 0), {})
+
+    @property
+    def _own(self) -> list[Heard]:
+        """The members that are a part of the job, as they were heard last: nothing waits for followers."""
+        return [each for each in heard_of(self._directory) if each[0].role != FOLLOWER]
 
     async def gather(self, needed: Counter[str], *, changed: Callable[[], Awaitable[None]], within_s: float) -> None:
         """Wait until so many of each role are there. Raises DeadlineExceeded."""
@@ -167,8 +165,7 @@ class Members:
         asked = time.monotonic()
         self._directory.answer_all()
         while (waited := time.monotonic() - asked) < within_s:
-            silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._own]
-            if max(silent, default=0.0) < waited:
+            if max((silent_s for _, _, silent_s in self._own), default=0.0) < waited:
                 return
             await asyncio.sleep(HEARTBEAT_POLL_S)
 
@@ -182,9 +179,8 @@ class Members:
         self.lives.observe(
             f"driver {self._started}", role="driver", started=self._started, now=now, figures=self._figures()
         )
-        for member in self._own:
-            status = self._directory.status(member.incarnation)
-            seen = now - (self._directory.silent_s(member.incarnation) or 0.0)
+        for member, status, silent_s in self._own:
+            seen = now - silent_s
             self.lives.observe(
                 member.incarnation,
                 role=member.role,
@@ -198,11 +194,7 @@ class Members:
 
     def present(self) -> list[MemberState]:
         """Return how each member of the job does."""
-        return [
-            member_state(member, status, silent_s=self._directory.silent_s(member.incarnation) or 0.0)
-            for member in self._own
-            for status in [self._directory.status(member.incarnation)]
-        ]
+        return [member_state(member, status, silent_s=silent_s) for member, status, silent_s in self._own]
 
     def drain(self, worker: str) -> None:
         """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
@@ -224,11 +216,11 @@ class Members:
             async with asyncio.timeout(within_s):
                 while own := self._own:
                     self._somebody_left.clear()
-                    if (turn := min(map(_turn, own))) > self._dismissed:
+                    if (turn := min(_turn(member) for member, _, _ in own)) > self._dismissed:
                         self._dismiss(turn=turn)
                     await self._somebody_left.wait()
         except TimeoutError:
-            rest = ", ".join(map(str, self._own))
+            rest = ", ".join(str(member) for member, _, _ in self._own)
             log.warning("these members have not left within %g s: %s", within_s, rest)
 
     def _dismiss(self, *, turn: int) -> None:
