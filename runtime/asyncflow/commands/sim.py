@@ -18,8 +18,7 @@ from rich.table import Table
 from asyncflow.api.load import load_job
 from asyncflow.commands.preflight import check_options, runnable_job
 from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
-from asyncflow.doctor.evidence import FIRST_DISPATCH
-from asyncflow.driver.journal import METRICS, SUMMARY
+from asyncflow.driver.journal import FIRST_DISPATCH, METRICS, SUMMARY
 from asyncflow.driver.sample_files import read_samples, sample_files
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB, check_run
@@ -126,7 +125,8 @@ def _generating_s(timeline: Timeline, *, until: float) -> float:
 
     Where the beginning of the timeline is lost, what is there stands for it.
     """
-    first = next((mark.at for mark in timeline.marks if mark.what == FIRST_DISPATCH), timeline.begin)
+    dispatched = timeline.first(FIRST_DISPATCH)
+    first = timeline.begin if dispatched is None else dispatched
     begin = max(timeline.begin, first)
     spans = [span for track in timeline.tracks if track.role == "rollout" for span in track.main]
     parts = (min(span.end, until) - max(span.begin, begin) for span in spans if span.kind == "generate")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.doctor.evidence import FIRST_DISPATCH
+from asyncflow.driver.journal import FIRST_DISPATCH
 from asyncflow.durable import write_whole
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
@@ -31,8 +31,7 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
     where nothing was recorded.
     """
     found = attribute(read_timeline(run))
-    begin = next((mark.at for mark in found.marks if mark.what == FIRST_DISPATCH), None) if training else None
-    spent = shares(found, begin=begin)
+    spent = shares(found, begin=found.first(FIRST_DISPATCH) if training else None)
     if as_json:
         print_json(spent)
         return

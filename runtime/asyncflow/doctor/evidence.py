@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import DriverStatus
+from asyncflow.driver.journal import FIRST_DISPATCH
 from asyncflow.driver.lives import Life, Lives
 
 WARM_UP = 2
@@ -26,7 +27,6 @@ TIMED = 100
 """Most steps over which seconds are summed up: a run that was repaired long ago is not blamed."""
 _OF_TOKENS = frozenset({"entropy", "surprise", "kl", "approx_kl", "clip_low", "clip_high", "grad_norm"})
 _PLACE = re.compile(r"(.+)-(\d+)-[^-]+")
-FIRST_DISPATCH = "first dispatch"
 _LEAST_S = 1e-6
 
 

@@ -19,8 +19,8 @@ import msgspec
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
-from asyncflow.doctor.evidence import FIRST_DISPATCH, Evidence, surviving
-from asyncflow.driver.journal import EVENTS, LIVES, METRICS, REWARDS, SUMMARY
+from asyncflow.doctor.evidence import Evidence, surviving
+from asyncflow.driver.journal import EVENTS, FIRST_DISPATCH, LIVES, METRICS, REWARDS, SUMMARY
 from asyncflow.driver.lives import Life
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask_at, fetch
@@ -111,7 +111,7 @@ def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
         return {}
     if last_s is not None:
         return shares(timeline, begin=timeline.end - last_s)
-    return shares(timeline, begin=next((mark.at for mark in timeline.marks if mark.what == FIRST_DISPATCH), None))
+    return shares(timeline, begin=timeline.first(FIRST_DISPATCH))
 
 
 def read_driver(url: str) -> Evidence:

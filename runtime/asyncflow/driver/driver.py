@@ -33,7 +33,7 @@ from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
-from asyncflow.driver.journal import LIVES, PROMPTS, REWARDS, StateFile
+from asyncflow.driver.journal import FIRST_DISPATCH, LIVES, PROMPTS, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.presence import LiveState, evidence_of, live_state
@@ -189,9 +189,7 @@ class Driver:
         self.changes = ChangeSignal()
         self.weights.on_newest.append(self.changes.notify)
         done = self.progress.done >= self.progress.steps
-        self.lives = Lives(
-            opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
-        )
+        self.lives = Lives(opened=self.progress.at(FIRST_DISPATCH), closed=self.progress.last_step_at if done else None)
         self.elastic = DesiredRollouts(spec, lives=self.lives)
         self.members = Members(
             directory,
@@ -548,7 +546,7 @@ class Driver:
         self._moved = clock.now()
         if self.lives.opened is None:
             self.lives.opened = self._moved
-            self.progress.note("first dispatch", at=self.lives.opened)
+            self.progress.note(FIRST_DISPATCH, at=self.lives.opened)
 
     async def _put_prompts(self, request: PutPrompts, _frames: Sequence[memoryview]) -> PromptsThere:
         try:

@@ -28,7 +28,7 @@ from asyncflow.api.status import Phase, RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.groups import RewardTally
-from asyncflow.driver.journal import SUMMARY, write_whole
+from asyncflow.driver.journal import FIRST_DISPATCH, SUMMARY, write_whole
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RunProgress
@@ -64,7 +64,7 @@ def summarize(
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
     first_eval = evaluations[0] if evaluations else None
     last_eval = evaluations[-1] if evaluations else None
-    dispatched = progress.at("first dispatch")
+    dispatched = progress.at(FIRST_DISPATCH)
     tokens_trained = sum(int(line["tokens"]) for line in lines)
     training_s = lives.up_s(dispatched, lines[-1]["at"]) if lines and dispatched is not None else None
     samples = sum(int(line["samples"]) for line in lines)

@@ -37,6 +37,8 @@ FILES = METRICS, EVENTS, LIVES, REWARDS, PROMPTS, SUMMARY = (
     "summary.json",
 )
 """The driver's files in the folder of a run."""
+FIRST_DISPATCH = "first dispatch"
+"""Event with which the time begins that counts: the first prompt is on its way."""
 ASIDE = ".bad"
 """Ending of the file that takes what cannot be read of another."""
 

@@ -155,3 +155,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[Mark] = ()
     begin: float
     end: float
+
+    def first(self, what: str) -> float | None:
+        """Return when ``what`` happened for the first time, None where it did not."""
+        return next((mark.at for mark in self.marks if mark.what == what), None)
