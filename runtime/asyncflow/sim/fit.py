@@ -43,10 +43,10 @@ _TRIES: Final = 4
 
 
 class Drawn(NamedTuple):
-    """A sample of the unbiased draw that a run keeps. tokens: of its prompt."""
+    """A sample of the unbiased draw that a run keeps."""
 
     serial: int
-    tokens: int
+    prompt_tokens: int
     response_tokens: int
 
 
@@ -91,7 +91,7 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
         reward=RewardTimes(seconds=_idle_s(recorded.timeline, "reward"), workers=engine.slots),
-        prompt_tokens=round(fmean(sample.tokens for sample in recorded.samples)) if recorded.samples else 0,
+        prompt_tokens=round(fmean(sample.prompt_tokens for sample in recorded.samples)) if recorded.samples else 0,
     )
     scenario = scenario_of(job, models=models)
     scenario = replace(scenario, steps=min(len(recorded.steps), _MOST_STEPS))
