@@ -28,7 +28,7 @@ import msgspec
 from rich.console import Console
 
 from asyncflow.api.document import latest
-from asyncflow.api.job import RLJob, RLJobSpec
+from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load, load_job, name_of, to_yaml
 from asyncflow.api.names import TLS_ENV
 from asyncflow.api.queue import TransferQueue
@@ -292,8 +292,8 @@ def _supervise(
     limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
     elastic = Elastic(policy=job.spec.elasticity.acts, drain_s=job.spec.rollout.drain_seconds)
     with local_site(plan(job).roles, folder=folder, limits=limits, elastic=elastic) as here:
-        if ignored := _only_on_a_cluster(job.spec):
-            tell(f"of no effect on one machine: {', '.join(ignored)}")
+        if job.spec.scheduling.gang != "none":
+            tell("of no effect on one machine: spec.scheduling.gang")
         view = make_view(
             name=job.name, folder=folder.path, placed=lambda: here.supervisor.placed, http_port=here.http_port
         )
@@ -314,13 +314,6 @@ def _attended(here: LocalSite, view: LiveView) -> RunOutcome:
         return asyncio.run(supervise())
     finally:
         view.close()
-
-
-def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
-    asked = {
-        "spec.scheduling.gang": spec.scheduling.gang != "none",
-    }
-    return [place for place, given in asked.items() if given]
 
 
 def leave(outcome: RunOutcome) -> None:

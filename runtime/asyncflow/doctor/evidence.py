@@ -28,6 +28,8 @@ TIMED = 100
 _OF_TOKENS = frozenset({"entropy", "surprise", "kl", "approx_kl", "clip_low", "clip_high", "grad_norm"})
 _PLACE = re.compile(r"(.+)-(\d+)-[^-]+")
 _LEAST_S = 1e-6
+_FEWEST_STEPS = 9
+"""Steps from which on thirds of them are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +80,10 @@ class Evidence:
         ]
         return found if last is None else found[-last:]
 
-    def thirds(self, name: str, least: int = 9) -> tuple[float, float] | None:
+    def thirds(self, name: str) -> tuple[float, float] | None:
         """Return the medians of a figure over the first and the last third of the steps, None where there are few."""
         found = self.values(name)
-        if len(found) < least:
+        if len(found) < _FEWEST_STEPS:
             return None
         size = len(found) // 3
         return statistics.median(found[:size]), statistics.median(found[-size:])

@@ -11,17 +11,15 @@ from asyncflow.timeline.tracks import Kind, Span, Track
 
 
 class TrackRecorder:
-    """One life of one process, which begins as ``kind``. keeps: whether spans are kept, or their sums alone."""
+    """One life of one process. keeps: whether spans are kept, or their sums alone."""
 
-    def __init__(
-        self, role: str, index: int, attempt: int, *, now: float, keeps: bool, kind: Kind = "starting"
-    ) -> None:
+    def __init__(self, role: str, index: int, attempt: int, *, now: float, keeps: bool) -> None:
         self.role, self.index, self.attempt = role, index, attempt
         self.killed = False
         self._keeps = keeps
         self._main: list[Span] = []
         self._beside: list[Span] = []
-        self._state: tuple[Kind, int, int, str] = (kind, -1, -1, "")
+        self._state: tuple[Kind, int, int, str] = ("starting", -1, -1, "")
         self._begin = self._counted = now
         self._ended = False
         self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)

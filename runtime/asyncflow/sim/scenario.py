@@ -90,13 +90,7 @@ class Scenario:
         return admission_by(self.schedule, prompts_per_step=self.prompts_per_step, steps=self.steps)
 
 
-def scenario_of(
-    job: RLJob,
-    *,
-    models: Models | None = None,
-    colocated: Colocation | None = None,
-    happenings: tuple[Happening, ...] = (),
-) -> Scenario:
+def scenario_of(job: RLJob, *, models: Models | None = None, colocated: Colocation | None = None) -> Scenario:
     """Return the scenario of a manifest. models: None for what the manifest itself says (``models_of``)."""
     spec = job.spec
     evaluation = None
@@ -126,7 +120,6 @@ def scenario_of(
         stagger=spec.weight_sync.stagger,
         evaluation=evaluation,
         colocated=colocated,
-        happenings=happenings,
     )
 
 

@@ -46,7 +46,6 @@ from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints
 
 T = TypeVar("T")
-R = TypeVar("R", bound=msgspec.Struct)
 CRITIC_FILE: Final = "critic-model.safetensors"
 CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
 """Files of a checkpoint with the critic, wherever that is."""

@@ -208,7 +208,6 @@ class VllmEngine(RolloutEngine):
         self._stale = 0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._watching: list[asyncio.Task[None]] = []
-        self._closed = False
 
     def _environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(self.threads)}
