@@ -19,7 +19,7 @@ from asyncflow.algorithms.loss import Aggregation, Loss
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.algorithms.reinforce import ReinforcePlusPlus
 from asyncflow.errors import ManifestError
-from asyncflow.training.backend import SLOT_TOKENS
+from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings

@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from asyncflow.flow.selection import balance
 
+SLOT_TOKENS: Final = 4096
+"""Most tokens of a rank's part of a slot, where neither the manifest nor a device's memory decides it."""
 _AHEAD = 8
 """Slots that are dealt together, so that the ranks come out even."""
 _BY_KEY: Final = attrgetter("group.serial", "sample")

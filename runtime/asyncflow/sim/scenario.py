@@ -15,6 +15,7 @@ from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, admission_by
 from asyncflow.flow.schedule import Schedule
+from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim.models import Colocation, EngineModel, Models, TrainerModel
 
@@ -134,10 +135,6 @@ def left_out(job: RLJob) -> list[str]:
         "elastic scaling": spec.elasticity.acts,
     }
     return [what for what, there in found.items() if there]
-
-
-SLOT_TOKENS = 4096
-"""Most tokens of a slot where a manifest gives none, on the CPU (``training.backend``)."""
 
 
 def models_of(job: RLJob) -> Models:

@@ -19,6 +19,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError
+from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.critic import CriticLink, CriticModel
@@ -29,8 +30,6 @@ from asyncflow.weights.sender import PublishedSlice, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
 """Field of a manifest with the backend's own options."""
-SLOT_TOKENS = 4096
-"""Most tokens of a rank's part of a slot, where neither the manifest nor a device's memory decides it."""
 
 
 class TrainerBackend(ABC):

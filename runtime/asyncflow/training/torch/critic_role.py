@@ -17,10 +17,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
-from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
+from asyncflow.training.backend import OPTIONS
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE, NORM, Meeting
 from asyncflow.training.ranks import SingleProcess

@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from asyncflow.api.graph import REF_LOGPROBS
+from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
-from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
+from asyncflow.training.backend import OPTIONS
 from asyncflow.training.packing import pack_samples
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.torch.memory import PackBudget
