@@ -411,14 +411,8 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
         with pytest.raises(ManifestError):
             await engine.start()
     engine = make_engine(tiny, max_length=24)
-    for changes, error in [
-        ({"top_p": 0.9}, NotYetError),
-        ({"top_k": 5}, NotYetError),
-        ({"max_tokens": 0}, ManifestError),
-        ({"max_tokens": 23}, ManifestError),
-        ({"temperature": float("nan")}, ManifestError),
-    ]:
-        with pytest.raises(error):
+    for changes in ({"max_tokens": 0}, {"max_tokens": 23}, {"temperature": float("nan")}):
+        with pytest.raises(ManifestError):
             await engine.generate(request(1, **changes))
     with pytest.raises(ManifestError, match="give one of: simulated"):
         open_engine("nope", folder=None, slots=1, max_length=8)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow.environments.transcripts import segments
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 
@@ -184,8 +184,6 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     seed: int = 0
@@ -209,14 +207,8 @@ class GenerationRequest:
         return self.continues.turn
 
     def check(self, *, max_length: int) -> None:
-        """Raise ManifestError for what no engine can do, NotYetError for a truncated distribution."""
+        """Raise ManifestError for what no engine can do."""
         where = f"request {self.purpose} {self.key.serial}.{self.key.sample}"
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise NotYetError(
-                f"top_p={self.top_p}, top_k={self.top_k} truncate the distribution, and the kept set is not stored",
-                where=where,
-                hint="Leave topP at 1 and topK at 0",
-            )
         if self.max_tokens < 1 or not self.temperature >= 0:
             raise ManifestError(f"max_tokens={self.max_tokens}, temperature={self.temperature}", where=where)
         if not self.prompt_ids:
