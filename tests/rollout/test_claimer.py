@@ -10,10 +10,7 @@ import pytest
 from asyncflow.errors import PeerLost
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
-from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.leases import Claimer
-
-SETTINGS = RolloutSettings(temperature=1.0, max_tokens=8, stop_ids=(1,), seed=7)
 
 
 class Till:
@@ -58,7 +55,6 @@ def claimer_of(
         purpose,
         queue=queue,
         instance=instance or loaded(),
-        settings=SETTINGS,
         slots=4,
         got=got,
         parked=parked,
@@ -133,9 +129,9 @@ async def test_a_claim_for_what_is_no_longer_right_is_withdrawn_and_what_it_give
         while len(queue.asked) < 2:
             await asyncio.sleep(0)
     (ticket, partition, version), (other, _, newer) = queue.asked
-    assert (partition, version, newer) == (SETTINGS.train, 0, 1)
+    assert (partition, version, newer) == ("train", 0, 1)
     assert ticket != other
-    assert queue.withdrawn == [(ticket, SETTINGS.train)]
+    assert queue.withdrawn == [(ticket, "train")]
     assert got == [f"row of {ticket}"]
     running.cancel()
     await asyncio.wait([running])
@@ -160,7 +156,7 @@ async def test_rows_of_evaluations_are_claimed_from_their_own_partition():
     async with asyncio.timeout(20):
         while not parked:
             await asyncio.sleep(0.005)
-    assert [partition for _, partition, _ in queue.asked] == [SETTINGS.eval]
+    assert [partition for _, partition, _ in queue.asked] == ["eval"]
     assert parked == ["eval"]
     running.cancel()
     await asyncio.wait([running])

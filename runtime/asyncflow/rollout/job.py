@@ -36,12 +36,12 @@ class RolloutSettings:
     """Settings that all instances of a job have in common.
 
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
-    sampling; group_sizes: samples of a prompt, by purpose; train, eval: names of the partitions; lease_s: of the
-    ``rollout`` tasks; call_s: for one call to the queue; fetch_s, load_s: for prompts and weights of rows that were
-    claimed, which are given back afterwards; drain_s: for samples that are generated but not yet delivered when the
-    instance leaves; mixes: whether a response may be made by several versions (``swapAt: token``); max_turns: of the
-    model in one response; judges: whether responses are scored here, and not by a role of their own; probe_gap: most by
-    which the engine's log-probs may differ on average from those published with the weights that it has loaded.
+    sampling; group_sizes: samples of a prompt, by purpose; lease_s: of the ``rollout`` tasks; call_s: for one call to
+    the queue; load_s: for the weights of rows that were claimed, which are given back afterwards; drain_s: for samples
+    that are generated but not yet delivered when the instance leaves; mixes: whether a response may be made by several
+    versions (``swapAt: token``); max_turns: of the model in one response; judges: whether responses are scored here,
+    and not by a role of their own; probe_gap: most by which the engine's log-probs may differ on average from those
+    published with the weights that it has loaded.
     """
 
     temperature: float
@@ -51,12 +51,7 @@ class RolloutSettings:
     stop_texts: tuple[str, ...] = ()
     group_sizes: Mapping[str, int] = field(default_factory=dict)
     lease_s: float = 60.0
-    train: str = "train"
-    eval: str = "eval"
-    task: str = "rollout"
-    park_s: float = 30.0
     call_s: float = 10.0
-    fetch_s: float = 20.0
     load_s: float = 120.0
     drain_s: float = 10.0
     mixes: bool = False

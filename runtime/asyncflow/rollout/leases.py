@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.claims import ENDED_S, PARKED_S, claims_more, rows_at_once
@@ -47,7 +48,11 @@ from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
+_TASK = "rollout"
+_PARK_S = 30.0
 _WITHDRAW_S = 5.0
+_FETCH_S = 20.0
+"""Seconds for the columns of rows that were claimed, which are given back afterwards."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
@@ -67,7 +72,6 @@ class Claimer:
         *,
         queue: QueueClient,
         instance: Instance,
-        settings: RolloutSettings,
         slots: int,
         got: Callable[[list[LeasedRow]], None],
         parked: Callable[[Purpose], None],
@@ -75,10 +79,9 @@ class Claimer:
     ) -> None:
         self.changed = asyncio.Event()
         self._purpose = purpose
-        self._partition = settings.train if purpose == "train" else settings.eval
+        self._partition = TRAIN if purpose == "train" else EVAL
         self._queue = queue
         self._instance = instance
-        self._settings = settings
         self._slots = slots
         self._got = got
         self._parked = parked
@@ -112,9 +115,7 @@ class Claimer:
         try:
             await self._outlive(claim, ask)
             if not claim.done():
-                await self._queue.withdraw(
-                    ticket, partition=self._partition, task=self._settings.task, timeout=_WITHDRAW_S
-                )
+                await self._queue.withdraw(ticket, partition=self._partition, task=_TASK, timeout=_WITHDRAW_S)
                 await asyncio.wait((claim,), timeout=_WITHDRAW_S)
         finally:
             claim.cancel()
@@ -129,11 +130,11 @@ class Claimer:
         """
         claimed = await self._queue.claim(
             partition=self._partition,
-            task=self._settings.task,
+            task=_TASK,
             max_rows=rows_at_once(ask.rows, slots=self._slots),
             version=ask.version,
             accept=ask.accept,
-            timeout=self._settings.park_s,
+            timeout=_PARK_S,
             ticket=ticket,
         )
         if rows := claimed.rows:
@@ -244,7 +245,7 @@ class InFlightTable:
 
     async def _columns(self, jobs: Iterable[Job], names: Sequence[str]) -> dict[str, Jagged]:
         with self._spans.beside("fetch"):
-            return await self._queue.fetch([job.row for job in jobs], names, timeout=self._settings.fetch_s)
+            return await self._queue.fetch([job.row for job in jobs], names, timeout=_FETCH_S)
 
     async def renew(self) -> None:
         """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""

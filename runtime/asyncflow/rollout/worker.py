@@ -268,7 +268,6 @@ class RolloutWorker:
                 purpose,
                 queue=queue,
                 instance=instance,
-                settings=settings,
                 slots=engine.slots,
                 got=self._in_flight.take,
                 parked=self._parked,
