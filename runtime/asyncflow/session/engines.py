@@ -24,12 +24,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -54,17 +54,17 @@ from asyncflow.rpc.retry import retry
 from asyncflow.rpc.tls import Credentials
 from asyncflow.session.experience import Experience
 from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
-from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
+from asyncflow.session.loader import OPEN, StreamLoader, create_stream_data_loader, make_known
 from asyncflow.session.role import TrainerSession
 from asyncflow.session.stages import check_stage, written
 from asyncflow.training.report import Seconds, TrainReport
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 WAIT_S = 3600.0
 """Seconds that samples may take, unless the caller says."""
-OPEN = "experience"
-"""Partition of a queue that stands alone, unless the caller names one."""
 _CALL_S = 60.0
 _PROMPTS_PER_CALL = 256
 _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
@@ -173,8 +173,7 @@ class Engines:
                 await rows.close(timeout=timeout)
             return ids
 
-        put_ids: list[int] = self._in_partition(put)
-        return put_ids
+        return self._in_partition(put)
 
     @property
     def prompts(self) -> int:
@@ -234,7 +233,7 @@ class Engines:
             return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
         if index.owner == self._owner:
             consumer = self._consumer()
-            return consumer.run(self._complete(consumer, index, data))
+            return consumer.run(consumer.complete(index.rows, encode_columns(data)))
         if (owner := LEASE_OWNERS.get(index.owner)) is None:
             hint = "Put results while the loader that gave their index is there"
             raise Refused("these rows were claimed by a loader that is gone", where=where, hint=hint)
@@ -393,8 +392,7 @@ class Engines:
                 await driver.close()
             return there
 
-        count: int = self._consumer().run(call())
-        return count
+        return self._consumer().run(call())
 
     def _consumer(self) -> Consumer:
         with self._lock:
@@ -404,7 +402,7 @@ class Engines:
                 self._queue = Consumer(self.queue)
             return self._queue
 
-    def _in_partition(self, use: Callable[[Partition], Any]) -> Any:
+    def _in_partition(self, use: Callable[[Partition], Coroutine[Any, Any, T]]) -> T:
         consumer = self._consumer()
         return consumer.run(use(Partition(consumer.client, self.partition, tensors=True)))
 
@@ -438,9 +436,6 @@ class Engines:
             )
 
         return consumer.run(claim())
-
-    async def _complete(self, consumer: Consumer, index: BatchLease, data: Mapping[str, Any]) -> list[bool]:
-        return await consumer.complete(index.rows, encode_columns(data))
 
 
 def init_engines(

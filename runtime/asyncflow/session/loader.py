@@ -22,6 +22,8 @@ from asyncflow.queue.partition import Partition
 from asyncflow.queue.torch.batch import Batch, BatchLease
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress, StreamingDataset
 
+OPEN = "experience"
+"""Partition of a queue that stands alone, unless the caller names one."""
 _CALL_S = 60.0
 Check: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """Returns the columns to be written for what is put of so many rows. Raises Refused for what may not be written."""
@@ -92,7 +94,7 @@ def create_stream_data_loader(
     *,
     use_vllm: bool = False,
     pad_to_multiple_of: int = 1,
-    partition: str = "experience",
+    partition: str = OPEN,
     num_workers: int = 0,
     prefetch: int = 1,
     patience_s: float = 3600.0,
