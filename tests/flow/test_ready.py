@@ -27,8 +27,8 @@ def test_index_agrees_with_a_sorted_list(steps):
             for k, one in enumerate(fresh, tick + 1):
                 model[one] = ((1,), k, window)
             tick += len(fresh)
-            weights |= dict.fromkeys(fresh, item)
-            index.extend(fresh, window=window, order=(1,), weight=item)
+            weights |= dict.fromkeys(fresh, 1)
+            index.extend(fresh, window=window, order=(1,))
         elif action == "discard_all":
             gone = [*list(model)[number::2], item]
             index.discard_all(gone)

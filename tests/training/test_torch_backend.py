@@ -89,7 +89,7 @@ def test_observation_tokens_have_no_gradient_to_the_bit(tiny_folder: Path, layou
     batch = samples()
     assert batch.loss_mask is not None
     masked = ~batch.loss_mask.values
-    last = batch.responses.offsets[1:][batch.response_lengths() > 0] - 1
+    last = batch.responses.offsets[1:][batch.responses.lengths > 0] - 1
     unseen = last[masked[last]]
     assert len(unseen), "a response ends in an observation"
     logprobs, ids = batch.logprobs.values.copy(), batch.responses.values.copy()

@@ -64,9 +64,9 @@ def test_what_is_chosen_fits_and_little_more_would(fixed: int, each: int, free: 
 
 def test_trials_leave_out_no_token_and_are_as_long_as_samples() -> None:
     batch = trial_batch(1024, longest=100)
-    assert batch.response_lengths().tolist() == [100] * 10
+    assert batch.responses.lengths.tolist() == [100] * 10
     assert (batch.prompts.lengths == 1).all()
-    assert trial_batch(50, longest=100).response_lengths().tolist() == [50]
+    assert trial_batch(50, longest=100).responses.lengths.tolist() == [50]
 
 
 class Device:

@@ -138,7 +138,7 @@ def test_the_loss_of_pairs_is_trls(tiny_folder: Path, tmp_path: Path, algorithm:
 
     batch = whole_samples()
     batch = part(batch, [i for i, key in enumerate(batch.keys) if key.sample in (0, 3)])
-    everything = [np.ones(n, np.bool_) for n in batch.response_lengths()]
+    everything = [np.ones(n, np.bool_) for n in batch.responses.lengths]
     batch = replace(
         batch,
         advantages=np.array([1.0, -1.0] * (len(batch) // 2), np.float32),

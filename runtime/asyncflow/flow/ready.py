@@ -111,14 +111,12 @@ class ReadyIndex(Generic[T]):
         if weight != 1:
             self._heavy[item] = weight
 
-    def extend(self, items: Sequence[T], *, window: VersionWindow, order: Rank, weight: int = 1) -> None:
-        """Add items that are not there, each of ``weight``, all of one window and one order."""
+    def extend(self, items: Sequence[T], *, window: VersionWindow, order: Rank) -> None:
+        """Add items that are not there, each of weight 1, all of one window and one order."""
         if not items:
             return
         self._places.update(dict.fromkeys(items, self._insert([*items[::-1]], window, order)))
-        self.weight += weight * len(items)
-        if weight != 1:
-            self._heavy.update(dict.fromkeys(items, weight))
+        self.weight += len(items)
 
     def _insert(self, items: list[T], window: VersionWindow, order: Rank) -> _Run:
         shelf = self._shelves.get(window)

@@ -133,10 +133,6 @@ class MicroBatch:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def response_lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each response, [n]."""
-        return self.responses.lengths
-
     def counted(self) -> NDArray[np.bool_]:
         """Return which response tokens count in the loss, bool[N]."""
         if self.loss_mask is None:
@@ -155,7 +151,7 @@ class MicroBatch:
         """
         if self.token_advantages is not None:
             return np.asarray(self.token_advantages.values, dtype=np.float32)
-        return np.repeat(self.by_sample(), self.response_lengths())
+        return np.repeat(self.by_sample(), self.responses.lengths)
 
     def credited(self, advantages: NDArray[np.float32]) -> MicroBatch:
         """Return the samples with the advantage of each response token, [N]."""
@@ -178,7 +174,7 @@ class MicroBatch:
         if self.token_advantages is None:
             return np.full(len(self), np.inf, np.float32) if self.advantages is None else np.abs(self.advantages)
         found = np.zeros(len(self), np.float32)
-        of_token = np.repeat(np.arange(len(self)), self.response_lengths())
+        of_token = np.repeat(np.arange(len(self)), self.responses.lengths)
         np.maximum.at(found, of_token, np.abs(self.token_advantages.values) * self.counted())
         return found
 
@@ -190,7 +186,7 @@ class MicroBatch:
 
     def makers(self) -> NDArray[np.int64]:
         """Return the packed version that made all tokens of each sample, [n]; -1 where there is no such one."""
-        starts, lengths = self.versions.offsets[:-1], self.response_lengths()
+        starts, lengths = self.versions.offsets[:-1], self.responses.lengths
         makers = np.full(len(self), -1, dtype=np.int64)
         some = lengths > 0
         makers[some] = self.versions.values[starts[some]]

@@ -213,7 +213,7 @@ class CriticLink:
         asked = CriticBatch(attempt=self._attempt, rank=self._rank, header=header)
         reply, found = self._ask(self._own, "critic.values", asked, what="values of the critic", frames=frames)
         columns = _decoded(reply.header, found)
-        if _VALUES not in columns or not np.array_equal(columns[_VALUES].lengths, batch.response_lengths()):
+        if _VALUES not in columns or not np.array_equal(columns[_VALUES].lengths, batch.responses.lengths):
             raise ProtocolError("the values of the critic are not one a response token", where="critic.values")
         return columns[_VALUES]
 

@@ -120,7 +120,7 @@ class StepTally:
         if batch.rewards is not None:
             ratios = map(float.as_integer_ratio, batch.rewards.tolist())
             self.rewards += sum(starmap(lambda over, under: over * (_UNITS // under), ratios))
-        starts = batch.versions.offsets[:-1][batch.response_lengths() > 0]
+        starts = batch.versions.offsets[:-1][batch.responses.lengths > 0]
         if not len(starts):
             return
         lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
