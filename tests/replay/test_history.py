@@ -12,7 +12,7 @@ from asyncflow.api.load import load_job
 from asyncflow.errors import ManifestError
 from asyncflow.identity import Version
 from asyncflow.replay.history import ReplayPlan, RunHistory, obstacles, plan_replay, reasons
-from asyncflow.training.recording import BeginRecord, Record, Run, SampleRecord, StepRecord, WeightsRecord
+from asyncflow.training.recording import BeginRecord, Record, SampleRecord, StepRecord, TokenRun, WeightsRecord
 
 SMALLEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -32,7 +32,7 @@ def spec(*settings: str) -> RLJobSpec:
 
 
 def sample(serial: int, *by: Version, decided: float | None = 0.5) -> SampleRecord:
-    return SampleRecord(serial, 0, [Run(4, *version) for version in by], 1.0, decided, "a", "b")
+    return SampleRecord(serial, 0, [TokenRun(4, *version) for version in by], 1.0, decided, "a", "b")
 
 
 def step(number: int, *by: int, attempt: int = 0, serial: int = 0) -> StepRecord:

@@ -13,9 +13,9 @@ from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.recording import (
     BeginRecord,
-    Run,
     StepRecord,
     StepRecorder,
+    TokenRun,
     digest,
     ranks_of,
     read_records,
@@ -93,5 +93,5 @@ def test_a_disk_that_fails_stops_no_training(tmp_path: Path, caplog: pytest.LogC
 def test_tokens_of_one_version_in_a_row_are_one_run() -> None:
     first, second = Version(0, 3), Version(0, 4)
     versions = np.array([first.packed, first.packed, second.packed, first.packed])
-    assert runs_of(versions) == [Run(2, 0, 3), Run(1, 0, 4), Run(1, 0, 3)]
+    assert runs_of(versions) == [TokenRun(2, 0, 3), TokenRun(1, 0, 4), TokenRun(1, 0, 3)]
     assert runs_of(versions[:0]) == []

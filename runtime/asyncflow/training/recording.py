@@ -44,7 +44,7 @@ STEPS = "steps"
 _BYTES = 8
 
 
-class Run(Struct, frozen=True, array_like=True):
+class TokenRun(Struct, frozen=True, array_like=True):
     """Tokens of a response, one behind the other, that one version made."""
 
     tokens: int
@@ -67,7 +67,7 @@ class SampleRecord(Struct, frozen=True, array_like=True):
 
     serial: int
     sample: int
-    runs: list[Run]
+    runs: list[TokenRun]
     reward: float | None
     decided: float | None
     ids: str
@@ -118,10 +118,12 @@ def digest(values: NDArray[np.generic]) -> str:
     return blake2b(np.ascontiguousarray(values).tobytes(), digest_size=_BYTES).hexdigest()
 
 
-def runs_of(versions: NDArray[np.int64]) -> list[Run]:
+def runs_of(versions: NDArray[np.int64]) -> list[TokenRun]:
     """Return who made the tokens of a response, ``Version.packed`` of each, int64[n]."""
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [Run(end - start, *Version.unpack(int(versions[start]))) for start, end in pairwise(bounds) if end > start]
+    return [
+        TokenRun(end - start, *Version.unpack(int(versions[start]))) for start, end in pairwise(bounds) if end > start
+    ]
 
 
 def records_of(batch: MicroBatch) -> list[SampleRecord]:
