@@ -16,7 +16,7 @@ from asyncflow.telemetry.metrics import (
     RolloutMetrics,
     StorageMetrics,
     TrainerMetrics,
-    labelled,
+    by_rank,
 )
 from asyncflow.training.report import TrainReport
 
@@ -81,7 +81,7 @@ def test_the_loss_of_a_trainer_with_several_ranks_is_that_of_the_rank_that_knows
     ranks = [TrainerMetrics(), TrainerMetrics()]
     ranks[0].loss.set(-0.25)
     texts = {str(rank): generate_latest(metrics.registry).decode() for rank, metrics in enumerate(ranks)}
-    shown = generate_latest(labelled(texts, label="rank")).decode().splitlines()
+    shown = generate_latest(by_rank(texts)).decode().splitlines()
     assert [line for line in shown if line.startswith("asyncflow_trainer_loss{")] == [
         'asyncflow_trainer_loss{rank="0"} -0.25'
     ]
@@ -129,10 +129,10 @@ def test_metrics_of_several_processes_are_told_apart_by_a_label() -> None:
         metrics.tokens.labels("prompt").inc(7)
         metrics.wait_seconds.observe(0.02)
         texts[rank] = generate_latest(metrics.registry).decode()
-    lines = generate_latest(labelled(texts, label="rank")).decode().splitlines()
+    lines = generate_latest(by_rank(texts)).decode().splitlines()
     assert len(lines) == len(set(lines)), "a family was announced twice"
     for rank in "01":
         assert f'asyncflow_trainer_step{{rank="{rank}"}} {float(rank)}' in lines
         assert f'asyncflow_trainer_tokens_trained_total{{kind="prompt",rank="{rank}"}} 7.0' in lines
         assert f'asyncflow_trainer_wait_seconds_bucket{{le="0.03",rank="{rank}"}} 1.0' in lines
-    assert generate_latest(labelled({}, label="rank")) == b""
+    assert generate_latest(by_rank({})) == b""

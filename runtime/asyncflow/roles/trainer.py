@@ -45,7 +45,7 @@ from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.rpc.http import HttpServer
 from asyncflow.rpc.membership import Directives, Membership
 from asyncflow.rpc.server import RpcServer
-from asyncflow.telemetry.metrics import TrainerMetrics, labelled
+from asyncflow.telemetry.metrics import TrainerMetrics, by_rank
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
 from asyncflow.training.critic import CriticLink
@@ -350,7 +350,7 @@ class _Launcher:
         answers = await self._ask_all(request.path)
         texts = {str(number): body.decode() for number, (status, body) in answers.items() if status == HTTPStatus.OK}
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(labelled(texts, label="rank")), headers={"Content-Type": content_type})
+        return web.Response(body=encode(by_rank(texts)), headers={"Content-Type": content_type})
 
     async def _ask_all(self, path: str) -> Mapping[int, tuple[int, bytes]]:
         ranks = tuple(self._ranks)

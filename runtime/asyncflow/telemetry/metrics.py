@@ -483,17 +483,17 @@ class _Relayed(Collector):
         yield from text_string_to_metric_families(self._text)
 
 
-def labelled(texts: Mapping[str, str], *, label: str) -> CollectorRegistry:
-    """Return the metrics of several processes as one: each sample has ``label`` with its process's key of ``texts``.
+def by_rank(texts: Mapping[str, str]) -> CollectorRegistry:
+    """Return the metrics of several ranks as those of one process: each sample has its rank as the label ``rank``.
 
-    texts: what each process answers at ``/metrics``, in Prometheus' text format.
+    texts: by rank, what it answers at ``/metrics``, in Prometheus' text format.
     """
     families: dict[str, Metric] = {}
-    for value, text in texts.items():
+    for rank, text in texts.items():
         for family in text_string_to_metric_families(text):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                merged.add_sample(sample.name, {**sample.labels, label: value}, sample.value)
+                merged.add_sample(sample.name, {**sample.labels, "rank": rank}, sample.value)
     registry = CollectorRegistry()
     registry.register(_Families(families.values()))
     return registry
