@@ -38,7 +38,6 @@ def main(options: RoleOptions) -> int:
 async def serve(context: ProcessContext) -> None:
     """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
     queue, metrics = context.queue, StorageMetrics()
-    leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     membership: Membership | None = None
 
     def find(role: str, index: int) -> str | None:
@@ -84,6 +83,32 @@ async def serve(context: ProcessContext) -> None:
     membership = await context.join(metrics=metrics, address=address, ready=ready)
     freeze_gc()
     context.spans.serve(waits="calls")
+    drain = await _hold(context, unit, metrics, membership=membership, opening=opening)
+    opening.cancel()
+    left = drain is not None and await drain.end()
+    await membership.close()
+    if left:
+        await asyncio.sleep(LINGER_S)
+    await unit.close()
+    if _failed(opening):
+        opening.result()
+    if unit.failed.done() and not unit.failed.cancelled():
+        unit.failed.result()
+
+
+async def _hold(
+    context: ProcessContext,
+    unit: StorageUnit,
+    metrics: StorageMetrics,
+    *,
+    membership: Membership,
+    opening: asyncio.Task[None],
+) -> DrainTask | None:
+    """Hold cells until this process is to end; return the drain that has begun, if one has.
+
+    opening: of the back end, with whose failure it ends too.
+    """
+    leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     drain: DrainTask | None = None
     now, ends = asyncio.get_running_loop().time, math.inf
     waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining, unit.leaving)]
@@ -107,17 +132,9 @@ async def serve(context: ProcessContext) -> None:
             timeout=min(PULSE_S, max(0.0, ends - now())),
             return_when=asyncio.FIRST_COMPLETED,
         )
-    for task in (*waits, opening):
+    for task in waits:
         task.cancel()
-    left = drain is not None and await drain.end()
-    await membership.close()
-    if left:
-        await asyncio.sleep(LINGER_S)
-    await unit.close()
-    if _failed(opening):
-        opening.result()
-    if unit.failed.done() and not unit.failed.cancelled():
-        unit.failed.result()
+    return drain
 
 
 class DrainTask:
