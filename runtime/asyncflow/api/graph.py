@@ -139,53 +139,11 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False)
     """
     own = [_users(spec, index) for index in range(len(spec.tasks))]
     written = tuple(column for task in own for column in task.writes)
-    reference = spec.reference
-    extra = (REF_LOGPROBS,) if reference is not None else ()
-    judge = spec.reward.role
     mask = (LOSS_MASK,) if spec.environment is not None else ()
-    response = (*RESPONSE, *mask)
-    rollout = Task(
-        partition=TRAIN,
-        name="rollout",
-        reads=PROMPT,
-        writes=tuple(column for column in response if column != REWARD or judge is None),
-        role="rollout",
-        replicas=max(1, spec.rollout.max_replicas),
-        groups=True,
-        lease_s=spec.rollout.lease_seconds,
-    )
-    judged = []
-    if judge is not None:
-        judged.append(
-            Task(
-                partition=TRAIN,
-                name=REWARD,
-                reads=("task", "response_ids", *mask),
-                writes=(REWARD,),
-                role=REWARD,
-                replicas=judge.replicas,
-                groups=judge.groups,
-                order=judge.order,
-                lease_s=judge.lease_seconds,
-                place=("reward", "role"),
-            )
-        )
-    tasks = [rollout, *judged, *own]
-    if reference is not None:
-        tasks.append(
-            Task(
-                partition=TRAIN,
-                name=REFERENCE,
-                reads=("prompt_ids", "response_ids"),
-                writes=(REF_LOGPROBS,),
-                role=REFERENCE,
-                replicas=reference.replicas,
-                order=reference.order,
-                lease_s=reference.lease_seconds,
-                place=("reference",),
-            )
-        )
-    tasks += [
+    rollout, judged, reference = _rollout(spec, mask), _judged(spec, mask), _reference(spec)
+    extra = tuple(column for task in reference for column in task.writes)
+    tasks = (
+        *(rollout, *judged, *own, *reference),
         Task(
             partition=TRAIN,
             name=ADVANTAGE,
@@ -198,7 +156,7 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False)
         Task(
             partition=TRAIN,
             name="train",
-            reads=("prompt_ids", *response, *extra, *written, decided),
+            reads=("prompt_ids", *RESPONSE, *mask, *extra, *written, decided),
             role="trainer",
             replicas=spec.trainer.replicas,
             gang=True,
@@ -207,9 +165,9 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False)
         ),
         *(replace(task, partition=EVAL) for task in (rollout, *judged)),
         Task(partition=EVAL, name="score", reads=(REWARD,), role="driver", replicas=1),
-    ]
+    )
     companions = (_critic(spec, mask),) if critic else ()
-    return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks), companions=companions)
+    return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tasks, companions=companions)
 
 
 def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
@@ -278,6 +236,54 @@ RESERVED: Final = ("rollout", REFERENCE, REWARD, ADVANTAGE, "train", "score")
 def _flaw(task: Task, field: str, why: str, fix: str) -> Flaw:
     place = (*task.place, field) if task.place else ("tasks",)
     return Flaw(place=place, why=why, fix=fix)
+
+
+def _rollout(spec: RLJobSpec, mask: tuple[str, ...]) -> Task:
+    return Task(
+        partition=TRAIN,
+        name="rollout",
+        reads=PROMPT,
+        writes=tuple(column for column in (*RESPONSE, *mask) if column != REWARD or spec.reward.role is None),
+        role="rollout",
+        replicas=max(1, spec.rollout.max_replicas),
+        groups=True,
+        lease_s=spec.rollout.lease_seconds,
+    )
+
+
+def _judged(spec: RLJobSpec, mask: tuple[str, ...]) -> list[Task]:
+    if (judge := spec.reward.role) is None:
+        return []
+    judged = Task(
+        partition=TRAIN,
+        name=REWARD,
+        reads=("task", "response_ids", *mask),
+        writes=(REWARD,),
+        role=REWARD,
+        replicas=judge.replicas,
+        groups=judge.groups,
+        order=judge.order,
+        lease_s=judge.lease_seconds,
+        place=("reward", "role"),
+    )
+    return [judged]
+
+
+def _reference(spec: RLJobSpec) -> list[Task]:
+    if (reference := spec.reference) is None:
+        return []
+    computed = Task(
+        partition=TRAIN,
+        name=REFERENCE,
+        reads=("prompt_ids", "response_ids"),
+        writes=(REF_LOGPROBS,),
+        role=REFERENCE,
+        replicas=reference.replicas,
+        order=reference.order,
+        lease_s=reference.lease_seconds,
+        place=("reference",),
+    )
+    return [computed]
 
 
 def _critic(spec: RLJobSpec, mask: tuple[str, ...]) -> Companion:
