@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -24,7 +25,7 @@ from asyncflow.models.source import ModelSource, materialize_config, positions
 from asyncflow.models.stored import newest_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.roles.context import JobContext, ProcessContext, RoleOptions, SyncContext, run_role
-from asyncflow.roles.rollout import engine_for, engine_of, merge_of, probe_gap_of
+from asyncflow.roles.rollout import engine_for, engine_of, loaded, merge_of, probe_gap_of, received
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.following import FollowingEngine
 from asyncflow.rollout.loading import ROUNDED, Merge, WeightLoader
@@ -32,7 +33,6 @@ from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
 from asyncflow.weights.holder import node_name
-from asyncflow.weights.transfer import TransferRecord
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +99,8 @@ async def serve_newest(
     options, metrics = context.options, FollowerMetrics()
     metrics.relay(engine.metrics)
 
-    def ready() -> tuple[bool, str]:
-        return engine.version is not None, "ready" if engine.version is not None else "no weights are loaded yet"
-
-    def received(record: TransferRecord) -> None:
-        metrics.count_pull(record)
-        context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
-
     async with AsyncExitStack() as stack:
-        http = context.http(metrics, ready=ready)
+        http = context.http(metrics, ready=partial(loaded, engine))
         url = await http.start(context.host, options.http_port)
         stack.push_async_callback(http.close)
         context.spans.serve(waits="calls")
@@ -124,7 +117,7 @@ async def serve_newest(
                 node=node_name(),
                 http=url,
                 status=status,
-                on_transfer=received,
+                on_transfer=partial(received, context, metrics),
                 sync=sync,
             )
             loader = WeightLoader(

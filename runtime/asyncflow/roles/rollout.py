@@ -22,14 +22,14 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
-from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.context import JobContext, ProcessContext, RoleOptions, job_folder, run_role
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import EXACT, ROUNDED
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
-from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.telemetry.metrics import LoadingMetrics, RolloutMetrics
 from asyncflow.weights.holder import node_name
 from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
@@ -78,20 +78,12 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     def status() -> Status:
         return {} if worker is None else worker.status()
 
-    def ready() -> tuple[bool, str]:
-        caught_up = engine.version is not None
-        return caught_up, "ready" if caught_up else "no weights are loaded yet"
-
-    def received(record: TransferRecord) -> None:
-        metrics.count_pull(record)
-        context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
-
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
         if not await context.unless_stopped(engine.start()):
             return
-        membership = await context.join(metrics=metrics, status=status, ready=ready)
+        membership = await context.join(metrics=metrics, status=status, ready=partial(loaded, engine))
 
         async def leave(error: type[BaseException] | None, *_: object) -> None:
             await membership.close("left" if error else HANDED_ON)
@@ -105,7 +97,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             transport=context.transport(spec.rollout.accelerator),
             node=node_name(),
             want=wanted_by(instance),
-            on_transfer=received,
+            on_transfer=partial(received, context, metrics),
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)
@@ -136,6 +128,18 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             await worker.run()
         finally:
             draining.cancel()
+
+
+def loaded(engine: RolloutEngine) -> tuple[bool, str]:
+    """Return whether an engine has weights, and in words."""
+    there = engine.version is not None
+    return there, "ready" if there else "no weights are loaded yet"
+
+
+def received(context: ProcessContext, metrics: LoadingMetrics, record: TransferRecord) -> None:
+    """Count and record a version that has come."""
+    metrics.count_pull(record)
+    context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
 
 
 def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
