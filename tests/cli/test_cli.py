@@ -11,7 +11,7 @@ import pytest
 import asyncflow
 from asyncflow import cli
 from asyncflow.api.load import load_job, to_yaml
-from asyncflow.commands.preflight import FOLDER, folder_of, runnable_job
+from asyncflow.commands.preflight import FOLDER, runnable_job
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.messages import AuditReport
@@ -218,7 +218,7 @@ def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
     elsewhere.parent.mkdir()
     elsewhere.write_text(to_yaml(job))
     assert runnable_job(elsewhere) == job
-    assert folder_of(load_job(elsewhere)) == manifest.parent
+    assert load_job(elsewhere).folder(elsewhere.parent) == manifest.parent
 
 
 def test_devices_that_this_machine_lacks_are_a_note_to_who_writes_and_an_error_to_who_runs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
@@ -16,7 +17,7 @@ from asyncflow.api.base import Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import AlgorithmSpec, CriticSpec, DataSpec, EvaluationSpec, ModelSpec, SamplingSpec
-from asyncflow.api.names import API_VERSION, LEAST_BYTES, LOSS_MASK, RoleName, task_role
+from asyncflow.api.names import API_VERSION, FOLDER, LEAST_BYTES, LOSS_MASK, RoleName, task_role
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import QueueSpec
 from asyncflow.api.rewards import MOST_DETAILS, EnvironmentSpec, RewardSpec
@@ -420,3 +421,7 @@ class RLJob(Spec):
     def partition(self) -> str:
         """The job's partition of the queue: its UID, or on one machine its name."""
         return self.metadata.uid or self.metadata.name
+
+    def folder(self, beside: Path) -> Path:
+        """Return where relative paths and modules begin. beside: that of the manifest, for a job that names none."""
+        return Path(self.metadata.annotations.get(FOLDER, beside))

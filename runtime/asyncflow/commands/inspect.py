@@ -22,14 +22,14 @@ _TRAINING = ("attempts", "last_committed_step")
 def validate(file: Path, overrides: Sequence[str]) -> None:
     """Print what is worth knowing about a manifest, and that it is valid. Raises ManifestError where it is not."""
     from asyncflow.api.job import RLJob
-    from asyncflow.commands.preflight import folder_of, load, preflight
+    from asyncflow.commands.preflight import load, preflight
 
     manifest = load(file, overrides)
     if isinstance(manifest, RLJob):
         from asyncflow.local.placement import resolve
 
         job, notes = resolve(manifest)
-        for note in notes + preflight(job, folder_of(job), source=str(file), elsewhere=True):
+        for note in notes + preflight(job, source=str(file), elsewhere=True):
             click.echo(f"note: {note}")
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 

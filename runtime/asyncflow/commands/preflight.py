@@ -92,7 +92,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
     if not isinstance(manifest, RLJob):
         return manifest
     algorithm_of(manifest.spec)
-    folder = Path((manifest.metadata.annotations or {}).get(FOLDER, beside))
+    folder = manifest.folder(beside)
     check_files(manifest, folder)
     reward = manifest.spec.reward
     for part in reward.parts:
@@ -136,11 +136,6 @@ def source_name(source: Manifest | Path | str) -> str:
     if isinstance(source, (str, Path)):
         return str(source)
     return f"job {source.name}" if isinstance(source, RLJob) else f"{source.kind} {source.metadata.name}"
-
-
-def folder_of(job: RLJob) -> Path:
-    """Return the folder where the relative paths and the modules of a job, as ``load`` returns it, are."""
-    return Path(job.metadata.annotations[FOLDER])
 
 
 def _anchored(job: RLJob, base: Path) -> RLJob:
@@ -240,14 +235,14 @@ class _Findings:
             raise ManifestError(f"{len(self.errors)} problems{lines}", where=source)
 
 
-def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False) -> list[str]:
+def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
     """Read what can be read of ``job`` without training, and return what is worth knowing, in sentences.
 
-    folder: where a user's reward module is looked for; source: named in errors; elsewhere: the job may run on other
-    machines, so that what this one lacks is worth knowing and not an error. Takes seconds: a reward process is started.
-    Raises ManifestError with everything that is wrong.
+    job: as ``load`` returns it; source: named in errors; elsewhere: the job may run on other machines, so that what
+    this one lacks is worth knowing and not an error. Takes seconds: a reward process is started. Raises ManifestError
+    with everything that is wrong.
     """
-    spec, findings = job.spec, _Findings(elsewhere=elsewhere)
+    spec, folder, findings = job.spec, job.folder(Path.cwd()), _Findings(elsewhere=elsewhere)
     if spec.rollout.replicas == 0:
         waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
         findings.notes.append(f"{waits} (asyncflow scale, kubectl scale)")

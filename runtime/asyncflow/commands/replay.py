@@ -21,7 +21,6 @@ import msgspec
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
-from asyncflow.api.names import FOLDER
 from asyncflow.driver.journal import METRICS
 from asyncflow.driver.progress import line_of
 from asyncflow.errors import ManifestError
@@ -105,12 +104,11 @@ def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target:
     step, base = plan.steps[-1], f"the checkpoint of step {plan.base}" if plan.base else "the initial model"
     several = f"steps {plan.steps[0]} to {step}" if len(plan.steps) > 1 else f"step {step}"
     click.echo(f"making {several} again, from {base}")
-    folder = Path((job.metadata.annotations or {}).get(FOLDER, run))
     steps: list[StepAgain] = asyncio.run(
         replay_steps(
             job.spec,
             run=run,
-            folder=folder,
+            folder=job.folder(run),
             history=history,
             plan=plan,
             target=target,

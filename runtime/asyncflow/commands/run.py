@@ -34,7 +34,7 @@ from asyncflow.api.names import TLS_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.status import DriverStatus
 from asyncflow.api.weights import WeightSync
-from asyncflow.commands.preflight import folder_of, preflight, runnable_job, source_name
+from asyncflow.commands.preflight import preflight, runnable_job, source_name
 from asyncflow.driver.journal import METRICS, read_summary
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
@@ -72,7 +72,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
         click.echo(f"as the run was begun: {_sets(begun_with)}")
     overrides = latest([*begun_with, *overrides])
     job, notes = resolve(runnable_job(file, overrides))
-    for note in notes + preflight(job, folder_of(job), source=str(file)):
+    for note in notes + preflight(job, source=str(file)):
         click.echo(f"note: {note}")
     outcome, view, folder = _carry_out(
         job,
@@ -126,7 +126,7 @@ def train(
         overrides = [*saved_overrides(path or RUNS / name_of(Path(job), overrides)), *overrides]
     overrides = latest(overrides)
     resolved, notes = resolve(runnable_job(job, overrides))
-    for note in notes + preflight(resolved, folder_of(resolved), source=source_name(job)):
+    for note in notes + preflight(resolved, source=source_name(job)):
         _log.info("note: %s", note)
     with _callers_own():
         outcome, view, folder = _carry_out(

@@ -43,7 +43,6 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load
 from asyncflow.api.names import (
     CLIENT,
-    FOLDER,
     HOST_ENV,
     OPERATOR,
     STORE_PASSWORD_FILE,
@@ -305,6 +304,11 @@ class JobContext(ProcessContext):
         self.queue, self.ledger, self.weights = spec.transfer_queue, spec.storage.ledger, spec.weight_sync
 
     @property
+    def folder(self) -> Path:
+        """The folder where the job's relative paths and modules begin."""
+        return self.job.folder(self.options.job.parent)
+
+    @property
     def launches(self) -> bool:
         """Return whether this process only starts the ranks of a trainer's replica."""
         several = self.options.role == "trainer" and self.job.spec.trainer.local_ranks > 1
@@ -362,11 +366,6 @@ class SyncContext(ProcessContext):
         """The model, and whether others will be published."""
         assert self.resource.spec.source is not None
         return self.resource.spec.source
-
-
-def job_folder(job: RLJob, options: RoleOptions) -> Path:
-    """Return the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
-    return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
 
 
 def run_role(

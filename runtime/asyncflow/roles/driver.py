@@ -19,7 +19,7 @@ from asyncflow.driver.status import control_routes, last_words, looking_routes, 
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.server import RpcServer
@@ -43,14 +43,13 @@ async def serve(context: JobContext) -> None:
     """Drive the job to its end, or until told to end."""
     spec, options, metrics = context.job.spec, context.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
-    folder = job_folder(context.job, options)
     cache = options.workdir / CACHE
-    train = open_training(spec.data, tokenizer, folder=folder, cache=cache)
+    train = open_training(spec.data, tokenizer, folder=context.folder, cache=cache)
     if isinstance(train.source, PutSource):
         train.source.keep(options.workdir / PROMPTS)
     held_out = {}
     if spec.evaluation is not None:
-        held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=cache)
+        held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=context.folder, cache=cache)
     server = RpcServer(
         name="driver",
         bind=options.driver,

@@ -11,7 +11,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.rewards.service import open_rewards
-from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.roles.task import work
 from asyncflow.tasks.judging import JUDGED, Judge
 from asyncflow.tasks.worker import TaskSettings
@@ -31,9 +31,7 @@ async def serve(context: JobContext) -> None:
         raise ManifestError("the job has no reward of its own", where="spec.reward.role", hint="Add it")
     folder = await asyncio.to_thread(materialize_config, spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
-    rewards = open_rewards(
-        spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
-    )
+    rewards = open_rewards(spec.reward, workdir=context.folder, run=options.workdir, within_s=context.start_s)
     settings = TaskSettings(
         partitions=(TRAIN, EVAL),
         task=REWARD,

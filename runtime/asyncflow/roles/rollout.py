@@ -22,7 +22,7 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
-from asyncflow.roles.context import JobContext, ProcessContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.context import JobContext, ProcessContext, RoleOptions, run_role
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
@@ -55,15 +55,13 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     metrics.relay(engine.metrics)
     rewards = None
     if spec.reward.role is None:
-        rewards = open_rewards(
-            spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
-        )
+        rewards = open_rewards(spec.reward, workdir=context.folder, run=options.workdir, within_s=context.start_s)
     environment = None
     if spec.environment is not None:
         environment = open_environment(
             spec.environment,
             spec.reward,
-            workdir=job_folder(context.job, options),
+            workdir=context.folder,
             run=options.workdir,
             within_s=context.start_s,
         )

@@ -12,7 +12,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.rpc.membership import Status
 from asyncflow.tasks.functions import TaskFunction
 from asyncflow.tasks.rows import OutputColumn
@@ -37,7 +37,7 @@ async def serve(context: JobContext) -> None:
     outputs = outputs_of(task, default=spec.sampling.max_tokens)
     function = TaskFunction(
         task.function,
-        workdir=job_folder(context.job, context.options),
+        workdir=context.folder,
         outputs=outputs,
         config=task.config,
         parallel=task.parallel,
