@@ -90,7 +90,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
         )
         outcome = await supervised.run()
         if outcome.failure:
-            sys.stderr.write(f"{outcome.failure}\n")
+            sys.stderr.write(f"refused: {outcome.refused}\n{outcome.failure}\n")
         return outcome.exit_code
 
     code = asyncio.run(run())

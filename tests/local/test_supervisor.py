@@ -185,13 +185,16 @@ def test_when_the_restarts_are_used_up_the_job_fails_and_says_why(start):
     assert "rollout-0 ended with exit status 1 and all 2 restarts" in said
     assert "attempt 2 crashes" in said
     assert "rollout-0.log" in said
+    assert "refused: False" in said
     assert run.ended() == ["driver-0"] or not (run.cwd / "driver-0.0.json").exists()
 
 
 def test_a_role_that_refuses_its_input_is_not_started_again(start):
     run = start(driver={"does": ["exit=2"]}, rollout={})
     assert run.wait() == 1
-    assert "refuses its input" in run.said()
+    said = run.said()
+    assert "refuses its input" in said
+    assert "refused: True" in said
     assert [placed.attempt for placed in run.record().processes] == [0, 0]
 
 
