@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncflow.errors import ManifestError
 from asyncflow.local import supervisor
 from asyncflow.local.folder import RunFolder, load_record
-from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.local.lifecycle import Event, LocalReplica
 from asyncflow.local.placement import Launch
 from asyncflow.local.scaling import Scaling
 from asyncflow.local.supervisor import Fleet, Limits
@@ -31,6 +31,10 @@ class Deaf(Scaling):
 
     async def follow(self, port: int, changed: Callable[[], None]) -> None:
         raise RuntimeError(f"nobody can be asked at {port}")
+
+
+def tell(event: Event) -> None:
+    sys.stderr.write(f"{event}\n")
 
 
 def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: str) -> int:
@@ -88,6 +92,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
             fleet=fleet(),
             imports=IMPORTS if forked else (),
         )
+        supervised.observe = tell
         outcome = await supervised.run()
         if outcome.failure:
             sys.stderr.write(f"refused: {outcome.refused}\n{outcome.failure}\n")

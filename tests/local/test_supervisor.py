@@ -186,6 +186,8 @@ def test_when_the_restarts_are_used_up_the_job_fails_and_says_why(start):
     assert "attempt 2 crashes" in said
     assert "rollout-0.log" in said
     assert "refused: False" in said
+    assert said.count("wanted=False") == 3, "nobody told the rollout to end"
+    assert "Stopping(reason='rollout-0 failed')" in said
     assert run.ended() == ["driver-0"] or not (run.cwd / "driver-0.0.json").exists()
 
 
