@@ -104,6 +104,9 @@ async def test_every_newer_version_is_staged_once_the_engine_has_one():
     await asyncio.sleep(0)
     await loader.load(await loader.prepare(1))
     assert receiver.current == V1
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not staging.done(), "there is nothing to stage"
     receiver.add(V2)
     await until(lambda: len(engine.did) == 2)
     receiver.add(V3)
@@ -127,9 +130,12 @@ async def test_a_version_is_merged_once_and_in_another_thread_for_whoever_needs_
     prepared, _ = await asyncio.gather(loader.prepare(2), staging)
     await loader.load(prepared)
     assert (prepared.version, prepared.weights["w"].tolist(), merged) == (V2, [12, 12], [2])
+    await loader.stage(V1)
+    await loader.load(await loader.prepare(2))
     await loader.load(await loader.prepare(1))
-    assert engine.did == [("stage", V2, [12, 12]), ("load", V2, [12, 12]), ("load", V1, [11, 11])]
-    assert merged == [2, 1]
+    loads = [("load", V2, [12, 12]), ("stage", V1, [11, 11]), ("load", V2, [12, 12]), ("load", V1, [11, 11])]
+    assert engine.did == [("stage", V2, [12, 12]), *loads], "none is taken for another"
+    assert merged[:2] == [2, 1]
 
 
 async def test_who_gives_up_a_preparation_keeps_it_from_nobody_else():
@@ -182,6 +188,8 @@ async def test_an_engine_that_kept_the_version_before_is_refuted():
     await loader.load(await loader.prepare(1))
     with pytest.raises(AsyncFlowError, match="of the version before"):
         await loader.load(await loader.prepare(2))
+    gap = loader._metrics.registry.get_sample_value("asyncflow_follower_probe_gap")
+    assert gap == pytest.approx(5e-4, rel=1e-3)
 
 
 async def test_the_status_is_that_of_the_receiver_but_of_what_is_loaded():
@@ -192,5 +200,8 @@ async def test_the_status_is_that_of_the_receiver_but_of_what_is_loaded():
     await loader.load(await loader.prepare(1))
     loader.swapped(1, 0.5)
     assert loader.status() == {"version": V1.packed, "staged": V2.packed, "swaps": 1, "swap_s": 0.5}
+    value = loader._metrics.registry.get_sample_value
+    names = ("version_step", "swaps_total", "swap_seconds_sum")
+    assert [value(f"asyncflow_follower_{name}") for name in names] == [1, 1, 0.5]
     await loader.stage(V2)
-    assert loader.status().keys() == {"version", "staged", "swaps", "swap_s", "stage_s"}
+    assert 0 <= loader.status()["stage_s"] < SOON
