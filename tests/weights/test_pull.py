@@ -7,9 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from weights_world import bulk, until
 
-from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, Refused, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.weights.host_transport import HostTransport
@@ -414,7 +415,7 @@ async def test_who_is_no_member_is_placed_nowhere(world):
         await driver.close()
 
 
-async def test_who_is_no_member_holds_and_publishes_nothing(world):
+async def test_who_is_no_member_holds_and_publishes_nothing_and_who_is_one_nothing_malformed(world):
     sender, driver = await world.sender(), RpcClient(name="ghost", resolve=world.address)
     await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
     copied = copy_aside(Version(0, 2), bulk(2, 1))
@@ -432,6 +433,8 @@ async def test_who_is_no_member_holds_and_publishes_nothing(world):
             await driver.call("weights.publish", part, Published, timeout=SOON)
         with pytest.raises(PeerLost, match="ghost is no member now"):
             await driver.call("weights.held", held, VersionsHeldReply, timeout=SOON)
+        with pytest.raises(ProtocolError, match="'big' is not of trainer alone"):
+            await driver.call("weights.publish", replace(part, worker="trainer"), Published, timeout=SOON)
     finally:
         await driver.close()
     known = world.service.catalogue
