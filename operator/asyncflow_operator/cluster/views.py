@@ -62,7 +62,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
     reason = str(status.get("reason", ""))
-    begun = seconds(running.get("startedAt") or ended.get("startedAt"))
+    begun = _by_now(running.get("startedAt") or ended.get("startedAt"), before.started if before else None, now)
     said: Json = {} if reason == _EVICTED else ended
     return PodView(
         name=meta["name"],
@@ -80,7 +80,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         leftover=over and any("running" in (each.get("state") or {}) for each in containers),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
         started=begun,
-        finished=seconds(ended.get("finishedAt")),
+        finished=_by_now(ended.get("finishedAt"), before.finished if before else None, now),
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
@@ -214,6 +214,14 @@ def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
     leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
     """
     return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
+
+
+def _by_now(time: str | None, before: float | None, now: float) -> float | None:
+    """Return the time at which a kubelet says that something happened, or at which it was seen here, if that was
+    earlier: where the clock of a node is ahead, waits would last until this one has the same time.
+    """
+    at = seconds(time)
+    return None if at is None else min(at, now if before is None else before)
 
 
 def _ends_by(meta: Json, before: PodView | None, now: float) -> float | None:

@@ -12,6 +12,7 @@ from asyncflow_operator.decide.failure import PodEnd, end_of
 from asyncflow_operator.observed import Assigned, PodView
 
 NOW = 1_800_000_000.0
+CREATED = 1_795_255_200.0
 POD: dict[str, Any] = {
     "metadata": {
         "name": "j-rollout-2",
@@ -60,6 +61,16 @@ def test_a_running_pod() -> None:
     assert (view.phase, view.ready, view.scheduled, view.node, view.ip) == ("Running", True, True, "node-1", "10.0.0.7")
     assert view.started == view.created + 5
     assert controller_of(POD) == ("RLJob", "j", "uj")
+
+
+def test_a_kubelet_with_a_fast_clock_puts_nothing_into_the_future() -> None:
+    begun = view_at(POD, now=CREATED + 3)
+    assert begun.started == CREATED + 3
+    over = pod(phase="Failed", containerStatuses=[ended(0)])
+    seen = view_at(over, begun, now=CREATED + 30)
+    assert (seen.started, seen.finished) == (CREATED + 3, CREATED + 30)
+    later = view_at(over, seen, now=CREATED + 300)
+    assert (later.started, later.finished) == (seen.started, seen.finished)
 
 
 def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
