@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from asyncflow.local import supervisor as site
+from asyncflow.local import site
 from asyncflow.local.placement import Launch
 
 ROLE = str(Path(__file__).with_name("standin_role.py"))
