@@ -8,6 +8,7 @@ import pytest
 from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.local.issuer import Issuer
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
@@ -235,6 +236,16 @@ async def test_handles_to_what_is_gone_are_refused(cluster):
         with pytest.raises(StaleHandle, match="is not here"):
             await queue.client.fetch(rows, ["prompt"], timeout=10)
         assert await queue.complete(rows, "response") == [False, False]
+
+
+async def test_a_question_about_a_partition_that_nobody_made_makes_none(cluster):
+    async with cluster() as queue:
+        made, none = await queue.client.partitions(timeout=10), Partition(queue.client, "none")
+        assert not (await none.rows()).rows
+        assert (await none.produced(["x"])).rows == 0
+        assert (await queue.client.show("none", timeout=10)).rows == 0
+        assert not (await queue.client.snapshot(partition="none", timeout=10)).steps
+        assert await queue.client.partitions(timeout=10) == made
 
 
 async def test_a_dtype_conflict_is_refused_before_anything_is_visible(cluster):

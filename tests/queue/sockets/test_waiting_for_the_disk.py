@@ -158,10 +158,14 @@ async def test_whoever_no_longer_waits_for_the_disk_takes_it_from_nobody_else(cl
         disk.stop()
         putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
         await until(lambda: made.controller.table.state.rows)
-        hasty = asyncio.create_task(getattr(made.connect("hasty"), method)(timeout=20))
-        await until(lambda: made.controller.server.counters.calls[f"queue.{method}"])
+        hasty, patient = (asyncio.create_task(getattr(made.connect(n), method)(timeout=20)) for n in "hp")
+        await until(lambda: made.controller.server.counters.calls[f"queue.{method}"] == 2)
         hasty.cancel()
         await until(lambda: made.controller.server.counters.cancelled)
+        await asyncio.sleep(0.05)
+        assert not patient.done()
         disk.go_on()
+        report = await patient
+        assert method == "sync" or report.put == 1
         assert len((await putting).rows) == 1
         assert made.controller.server.counters.calls["units.hello"] == 1, "the put was answered in another session"
