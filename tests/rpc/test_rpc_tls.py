@@ -108,6 +108,15 @@ async def test_who_says_nothing_on_this_host_is_what_the_server_takes_it_for(iss
         await server.close()
 
 
+async def test_a_process_of_another_job_on_this_host_reaches_no_method(driver: RpcServer, tmp_path: Path) -> None:
+    other = Issuer(tmp_path / "other").credentials("rollout", 3)
+    async with calling(driver, other) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.call(REGISTER, member("rollout", 3), Registered, timeout=0.2)
+    assert driver.counters.refused.keys() == {"other_job"}
+    assert not driver.counters.calls
+
+
 def stranger(folder: Path) -> ssl.SSLContext:
     """Return a context that shows a certificate whatever it is, and believes every other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
