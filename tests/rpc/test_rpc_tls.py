@@ -113,7 +113,7 @@ async def test_a_process_of_another_job_on_this_host_reaches_no_method(driver: R
     async with calling(driver, other) as client:
         with pytest.raises(DeadlineExceeded):
             await client.call(REGISTER, member("rollout", 3), Registered, timeout=0.2)
-    assert driver.counters.refused.keys() == {"other_job"}
+    assert driver.counters.refused["other_job"]
     assert not driver.counters.calls
 
 
