@@ -34,7 +34,7 @@ def start(*arguments, cwd, **options):
 def record_of(folder):
     deadline = time.monotonic() + 20
     while True:
-        record = load_record(folder / "run" / "processes.json")
+        record = load_record(folder)
         if record and all(placed.pid for placed in record.processes):
             return record
         assert time.monotonic() < deadline
@@ -47,7 +47,7 @@ def test_a_run_from_manifest_to_summary(manifest, tmp_path):
     folder = tmp_path / "runs" / "little"
     lines = run.stdout.splitlines()
     assert f"files in {folder}, logs in {folder / 'logs'}" in lines[0]
-    record = load_record(folder / "run" / "processes.json")
+    record = load_record(folder)
     told = next(line for line in lines if "metrics: " in line)
     assert len({placed.http for placed in record.processes}) == len(record.processes)
     for placed in record.processes:
@@ -63,7 +63,7 @@ def test_a_run_from_manifest_to_summary(manifest, tmp_path):
 
 
 def ports_are_closed(folder):
-    record = load_record(folder / "run" / "processes.json")
+    record = load_record(folder)
     listening = Path("/proc/net/tcp").read_text()
     ports = [host_and_port(record.driver)[1], int(record.http.rpartition(":")[2])]
     return not any(f":{port:04X} 00000000:0000 0A" in listening for port in ports)
@@ -93,7 +93,7 @@ def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(man
     assert "changed: spec.algorithm.steps: 4 -> 9" in resumed.stdout
     settings = ("--set", "algorithm.groupSize=2", "--set", "algorithm.steps=9")
     assert "spec.algorithm.groupSize" in refused(capsys, manifest, "--resume", *settings)
-    assert load_record(tmp_path / "out" / "run" / "processes.json").processes[0].attempt == 1
+    assert load_record(tmp_path / "out").processes[0].attempt == 1
     settings = [tmp_path / "out" / name for name in ("job.yaml", "run/overrides.json")]
     before = [file.read_bytes() for file in settings]
     wrong = run("--resume", "--set", "algorithm.steps=11", steps=-1)
@@ -110,7 +110,7 @@ def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(man
     assert fresh.returncode == 0
     assert str(tmp_path / "out.1") in fresh.stdout
     assert (tmp_path / "out.1" / "job.yaml").exists()
-    called = {server_of(load_record(tmp_path / name / "run" / "processes.json").driver) for name in ("out", "out.1")}
+    called = {server_of(load_record(tmp_path / name).driver) for name in ("out", "out.1")}
     assert len(called - {ANYBODY}) == 2, "the one address of a run leads to no other run"
 
 

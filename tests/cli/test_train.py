@@ -31,7 +31,7 @@ def ended(run):
 
 
 def nothing_runs(folder):
-    record = load_record(folder / "run" / "processes.json")
+    record = load_record(folder)
     return not any(Path(f"/proc/{placed.pid}").exists() for placed in record.processes if placed.pid)
 
 

@@ -60,7 +60,7 @@ class Run:
         return list(json.loads(path.read_text()))
 
     def record(self) -> Record:
-        record = load_record(self.folder / "run" / "processes.json")
+        record = load_record(self.folder)
         assert record is not None
         return record
 

@@ -61,7 +61,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
     limits = Limits(active_s=float(active_s) if active_s else None, end_s=float(end_s))
 
     def launch(replica: LocalReplica, attempt: int) -> Launch:
-        record = load_record(folder.processes)
+        record = load_record(folder.path)
         known = {(placed.role, placed.index, placed.attempt) for placed in record.processes} if record else set()
         assert (*astuple(replica), attempt) in known, "an attempt is on record before its process exists"
         does = wanted[replica.role].get("does", [])

@@ -20,6 +20,7 @@ from asyncflow.local.folder import (
     first_attempts,
     load_record,
     open_log,
+    processes_of,
     saved_overrides,
 )
 from asyncflow.local.lifecycle import LocalReplica
@@ -172,10 +173,11 @@ def test_a_start_that_fails_halfway_leaves_nobody_holding_the_folder(tmp_path):
 def test_attempts_of_an_earlier_run_are_never_given_again(tmp_path):
     placed = [Placed(role="rollout", index=i, attempt=i, state="done") for i in range(3)]
     record = Record(mark="m", supervisor=1, started="", driver="", http="", processes=placed)
-    record.save(tmp_path / "processes.json")
-    assert load_record(tmp_path / "processes.json") == record
+    assert load_record(tmp_path) is None
+    (tmp_path / "run").mkdir()
+    record.save(processes_of(tmp_path))
+    assert load_record(tmp_path) == record
     assert record.next_attempts() == {"rollout": 3}
-    assert load_record(tmp_path / "absent.json") is None
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", bytes(4096), b'{"mark": 7}'])
@@ -190,9 +192,11 @@ def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, 
     (folder.path / "checkpoints" / "attempt").write_text("6")
     folder.processes.write_bytes(damaged)
     folder.release()
+    assert load_record(folder.path) is None
+    assert folder.processes.read_bytes() == damaged, "to read it changes nothing"
     RunFolder.claim(folder.path, resume=True).release()
     assert folder.processes.with_name("processes.json.bad").read_bytes() == damaged
-    assert load_record(folder.processes) is None
+    assert not folder.processes.exists()
     unused = first_attempts(folder.path, ["rollout", "driver", "trainer", "storage"], record=None)
     assert unused == {"rollout": 5, "driver": 1, "trainer": 7, "storage": 0}
 
@@ -207,9 +211,9 @@ def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_
 
 
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
-    (tmp_path / "processes.json").mkdir()
+    processes_of(tmp_path).mkdir(parents=True)
     with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
-        load_record(tmp_path / "processes.json")
+        load_record(tmp_path)
 
 
 def test_a_log_that_the_disk_does_not_take_or_give_costs_lines_and_ends_nobody(tmp_path):
@@ -280,7 +284,7 @@ def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path,
     (path / "ledger").symlink_to(elsewhere)
     folder = RunFolder.claim(path, fresh=fresh)
     assert folder.moved_to is None
-    assert load_record(folder.processes) is None
+    assert not folder.processes.exists()
     folder.release()
     assert sorted(entry.name for entry in path.iterdir()) == ["logs", "notes.txt", "run"]
     assert [entry.name for entry in (path / "run").iterdir()] == ["lock"]

@@ -54,7 +54,7 @@ class DiskRun(Run):
             subprocess.run([*ENTER, "--target", str(self.process.pid), "mount", *words], check=True, timeout=20)
 
     def on_disk(self, role, index) -> Placed:
-        record = load_record(self.disk / "run" / "processes.json")
+        record = load_record(self.disk)
         assert record is not None
         return next(each for each in record.processes if (each.role, each.index) == (role, index))
 

@@ -124,7 +124,7 @@ def test_a_run_for_which_more_was_asked_than_there_are_devices_starts_again(tmp_
         here.supervisor._rescale(fleet)
         rollouts = [placed.index for placed in here.supervisor.placed if placed.role == "rollout"]
     folder.release()
-    record = load_record(folder.processes)
+    record = load_record(folder.path)
     assert record is not None
     assert rollouts == [0, 1]
     assert [(scale.wanted, scale.by) for scale in record.scales] == [(2, "person")]

@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 def rollouts(folder: Path) -> list[Placed]:
-    record = load_record(folder / "run" / "processes.json")
+    record = load_record(folder)
     return [placed for placed in record.processes if placed.role == "rollout"] if record else []
 
 

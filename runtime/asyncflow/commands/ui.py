@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import msgspec
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
@@ -22,7 +21,7 @@ from asyncflow.driver.journal import EVENTS, METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask
-from asyncflow.local.folder import JOB, Record, check_run
+from asyncflow.local.folder import JOB, check_run, load_record
 from asyncflow.rpc.http import HttpServer
 from asyncflow.view.page.changes import changes, facts, kept
 from asyncflow.view.page.document import document
@@ -114,9 +113,9 @@ def _facts(run: Path) -> dict[str, Any]:
 def _driver(run: Path) -> int:
     """Return the port of the run's driver on this machine, 0 where the record of processes tells of none."""
     try:
-        record = msgspec.json.decode((run / "run" / "processes.json").read_bytes(), type=Record)
-        return int(record.http.rpartition(":")[2])
-    except (OSError, msgspec.MsgspecError, ValueError):
+        record = load_record(run)
+        return 0 if record is None else int(record.http.rpartition(":")[2])
+    except (ManifestError, ValueError):
         return 0
 
 

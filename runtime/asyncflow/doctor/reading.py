@@ -160,7 +160,7 @@ def _status_of(folder: Path) -> DriverStatus | None:
     """Return what the driver of a run says, None where the run is over or it does not answer."""
     if (folder / SUMMARY).is_file():
         return None
-    record = load_record(folder / "run" / "processes.json")
+    record = load_record(folder)
     return ask_at(record.http, DriverStatus) if record is not None and record.http else None
 
 

@@ -133,25 +133,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_record(path: Path) -> Record | None:
-    """Read what an earlier supervisor left; None where there is none, or a damaged one, which is set aside.
+    """Read what the supervisor of the folder ``path`` wrote last; None where there is none, or a damaged one.
 
     Raises ManifestError where the disk does not give it.
     """
+    file = processes_of(path)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
-    except FileNotFoundError:
+        return msgspec.json.decode(file.read_bytes(), type=Record)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     except OSError as error:
         what = f"the record of placements cannot be read: {error.strerror}"
-        raise ManifestError(what, where=str(path), hint="Nothing was changed; try again") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-        aside = path.with_name(f"{path.name}{ASIDE}")
-        _log.warning(
-            "the record of placements is damaged, see %s; the logs tell which attempts there were: %s", aside, wrong
-        )
-        with contextlib.suppress(OSError):
-            path.rename(aside)
-        return None
+        raise ManifestError(what, where=str(file), hint="Nothing was changed; try again") from error
 
 
 def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
@@ -361,7 +354,7 @@ class RunFolder:
     @property
     def processes(self) -> Path:
         """The record of placements."""
-        return self.path / "run" / "processes.json"
+        return processes_of(self.path)
 
     @property
     def overrides(self) -> Path:
@@ -441,6 +434,11 @@ def saved_overrides(path: Path) -> list[str]:
         ) from error
 
 
+def processes_of(path: Path) -> Path:
+    """Return the record of placements, in the folder of a run."""
+    return path / "run" / "processes.json"
+
+
 def overrides_of(path: Path) -> Path:
     """Return the file of the ``--set`` values, in the folder of a run."""
     return path / "run" / "overrides.json"
@@ -453,7 +451,7 @@ def requests_of(path: Path) -> Path:
 
 def record_of(path: Path) -> Record:
     """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError where none does."""
-    if _is_held(path) and (record := load_record(path / "run" / "processes.json")) is not None:
+    if _is_held(path) and (record := load_record(path)) is not None:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
     for alone in (path / QUEUE, path / SYNC):
@@ -575,10 +573,18 @@ def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
 
 
 def _end_predecessor(path: Path) -> None:
-    """End what the folder's last supervisor, which is gone since this process has its lock, has left running."""
-    record = load_record(path / "run" / "processes.json")
+    """End what the folder's last supervisor, which is gone since this process has its lock, has left running.
+
+    A damaged record, which tells of none, is set aside.
+    """
+    record, file = load_record(path), processes_of(path)
     if record is not None:
         reaper.sweep(mark=record.mark, sessions=())
+    elif file.exists():
+        aside = file.with_name(f"{file.name}{ASIDE}")
+        _log.warning("the record of placements is damaged, see %s; the logs tell which attempts there were", aside)
+        with contextlib.suppress(OSError):
+            file.rename(aside)
 
 
 def _move_aside(path: Path) -> Path:

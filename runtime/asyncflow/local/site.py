@@ -108,7 +108,7 @@ def _issue_to_user(issuer: Issuer, roles: Sequence[Role]) -> None:
 
 def _scaling(roles: Sequence[Role], folder: RunFolder, *, policy: bool) -> Scaling | None:
     """Return the scaling of the one role that is elastic, None where the manifest fixes its number."""
-    previous = load_record(folder.processes)
+    previous = load_record(folder.path)
     before = {scale.role: scale for scale in previous.scales} if previous is not None else {}
     elastic = next((role for role in roles if role.elastic), None)
     if elastic is None:

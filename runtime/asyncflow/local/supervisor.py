@@ -140,7 +140,7 @@ class Supervisor:
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
-        names, previous = [role.name for role in roles], load_record(folder.processes)
+        names, previous = [role.name for role in roles], load_record(folder.path)
         attempts = first_attempts(folder.path, names, record=previous)
         self._table = ProcessTable(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(

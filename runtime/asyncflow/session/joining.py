@@ -133,7 +133,7 @@ class LocalRun:
         deadline = time.monotonic() + timeout
         while True:
             self.check()
-            record = load_record(self.folder / "run" / "processes.json")
+            record = load_record(self.folder)
             if record is not None and record.supervisor == self._child.pid:
                 return running(self.folder)
             if time.monotonic() > deadline:

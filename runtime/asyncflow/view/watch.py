@@ -111,12 +111,12 @@ class WatchedFolder(Watched):
 
     def url(self) -> str:
         """Return what the record of placements says."""
-        record = load_record(self._folder / "run" / "processes.json")
+        record = load_record(self._folder)
         return record.http if record is not None else ""
 
     def placed(self) -> list[Placed]:
         """Return the processes on record."""
-        record = load_record(self._folder / "run" / "processes.json")
+        record = load_record(self._folder)
         return record.processes if record is not None else []
 
     def causes(self) -> Mapping[str, str]:
