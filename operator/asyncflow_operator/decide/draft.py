@@ -199,7 +199,10 @@ def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason
 
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
     """Record why an object is invalid and what to do about it, and return its plan; what runs is left as it is."""
-    draft.conditions.set("Accepted", False, reason or "Invalid", problem)
+    reason = reason or "Invalid"
+    if not draft.conditions.states("Accepted", problem):
+        draft.note(reason, problem, warning=True)
+    draft.conditions.set("Accepted", False, reason, problem)
     if not draft.conditions.has("Ready"):
         draft.conditions.set("Ready", False, "NotAccepted", "See the condition Accepted")
     return draft.plan(figures=())

@@ -70,10 +70,10 @@ def replay(run: Path, *, step: int, most: int, again: bool, output: Path | None)
 
 
 def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
-    samples = recorded.samples
+    samples, slots = recorded.samples, len(recorded.slots)
     click.echo(
         f"step {step}: θ{step - 1} became θ{step} by attempt {recorded.attempt} of the trainer, "
-        f"from {len(samples)} samples in {len(recorded.slots)} slots"
+        f"from {len(samples)} samples in {slots} slot{'' if slots == 1 else 's'}"
     )
     for reason in reasons(job.spec, step, recorded):
         click.echo(f"  {reason}")

@@ -197,6 +197,7 @@ def test_a_spec_that_the_contract_refuses_is_reported_and_left_alone(reason):
     assert plan.stages == ()
     assert said(plan) == {"Accepted": ("False", reason), "Ready": ("False", "NotAccepted")}
     assert plan.status["conditions"][0]["message"] == problem
+    assert [(note.type, note.reason, note.message) for note in plan.notes] == [("Warning", reason, problem)]
     again = replace(state, status=JobStatus.model_validate(plan.status, by_name=False))
     assert decide_job(again, now=START + HOUR, desired=DESIRED) == Plan()
 
