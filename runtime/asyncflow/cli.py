@@ -46,7 +46,7 @@ _DIRECTORY = click.Path(path_type=Path)
 
 def _overrides(command: Command) -> Command:
     return click.option(
-        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a value, e.g. algorithm.steps=5."
+        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Change a field, e.g. algorithm.steps=5."
     )(command)
 
 
@@ -148,7 +148,7 @@ class _FileOrCommand(click.Group):
 
 @app.group(cls=_FileOrCommand)
 def sim() -> None:
-    """Simulate a job in virtual time: asyncflow sim FILE. Nothing is started."""
+    """Simulate a job in virtual time: asyncflow sim FILE, whose options asyncflow sim FILE --help lists."""
 
 
 @sim.command(name="file", hidden=True)
