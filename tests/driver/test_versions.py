@@ -33,6 +33,8 @@ def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_p
     for _ in range(4):
         assignment.issue()
     assert versions.required() == {0, 1, 2, 3} | {5, 10}
+    assert versions.judged() == -1
+    progress.evaluated(EvaluationResult(step=0, prompts=1, accuracy=1.0, greedy=None), at=0.0)
     assert versions.judged() == 4
     progress.evaluated(EvaluationResult(step=5, prompts=1, accuracy=1.0, greedy=None), at=1.0)
     assert versions.required() == {0, 1, 2, 3} | {10}
@@ -59,6 +61,29 @@ def test_weights_are_evaluated_only_after_their_step_is_recorded(tmp_path: Path)
     assert versions.due() == [0, 2]
     progress.step({"step": 1, "attempt": 1, "at": 1.0})
     assert versions.due() == [0], "θ_2 is one of a history that is no more"
+
+
+def test_a_driver_that_begins_again_has_nobody_forget_what_is_to_be_evaluated(tmp_path: Path) -> None:
+    """Versions are told to it one after another, the newest perhaps first, and it says at once what is required."""
+    catalogue = Catalogue(keep=1)
+    versions = Versions(
+        catalogue=catalogue,
+        schedule=Schedule(steps=4, lag=1, exact=True, eval_every=2),
+        assignment=PromptAssignment(prompts_per_step=1, steps=4),
+        progress=RunProgress(tmp_path, steps=4, now=0.0),
+        evaluates=True,
+    )
+    for step in (1, 2, 3):
+        versions.progress.step({"step": step, "attempt": 0, "at": 0.0})
+        versions.assignment.issue()
+    assert versions.unevaluated() == [0, 2, 4]
+    for step in (None, 3, 1, 0, 2):
+        if step is not None:
+            catalogue.publish(whole(Version(0, step)))
+        assert {0, 2, 4} & set(versions.required()) == {0, 2, 4}
+        assert not {0, 2, 3} & {version.step for version in catalogue.releasable}
+        catalogue.require(versions.required())
+    assert versions.due() == [0, 2]
 
 
 def test_a_job_that_does_not_evaluate_waits_for_no_evaluation(tmp_path: Path) -> None:

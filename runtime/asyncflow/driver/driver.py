@@ -128,20 +128,28 @@ class Versions:
         return None if version is None else self.catalogue.manifest(version).nbytes
 
     def required(self) -> set[int]:
-        """Return the steps of the versions that must not be forgotten."""
+        """Return the steps of the versions that must not be forgotten.
+
+        Those to be evaluated are among them also while nobody has told of them: a driver that begins again hears of
+        versions one after another, and one that is not required when it is heard of is forgotten by all.
+        """
         unfinished = self.assignment.unfinished(trained_step=self.progress.done)
-        return self.schedule.required(unfinished) | set(self.unevaluated())
+        return self.schedule.required(unfinished) | set(self._unrecorded())
 
     def unevaluated(self) -> list[int]:
         """Return the versions that are to be evaluated, are not, and still can be."""
-        if not self.evaluates:
-            return []
-        newest = self.newest or 0
+        newest = self.newest
         return [
             step
-            for step in self.schedule.evaluations()
-            if step not in self.progress.evaluations and (step > newest or self.catalogue.find(step) is not None)
+            for step in self._unrecorded()
+            if newest is None or step > newest or self.catalogue.find(step) is not None
         ]
+
+    def _unrecorded(self) -> list[int]:
+        """Return the versions that are to be evaluated and are not."""
+        if not self.evaluates:
+            return []
+        return [step for step in self.schedule.evaluations() if step not in self.progress.evaluations]
 
     def judged(self) -> int:
         """Return the step up to which every evaluation is recorded, or can not be any more."""
