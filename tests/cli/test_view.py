@@ -29,6 +29,7 @@ from asyncflow.local.lifecycle import (
     Stopping,
 )
 from asyncflow.view import live, watch
+from asyncflow.view.console import make_console, make_table
 from asyncflow.view.render import Frame, amount, event_line, progress_lines, score, screen, share, still, summary_table
 
 REPLICA = LocalReplica("rollout", 1)
@@ -282,3 +283,10 @@ def test_a_job_that_pauses_shows_the_first_traceback():
     shown = rendered(screen(frame(paused)))
     assert "line 3, in score" in shown
     assert "9 raised" in shown
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    table = make_table("[red]task")
+    table.add_row("runs/[bold]a[/bold]")
+    make_console().print(table)
+    assert capsys.readouterr().out.split() == ["[red]task", "runs/[bold]a[/bold]"]

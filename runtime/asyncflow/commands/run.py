@@ -25,7 +25,6 @@ from typing import Any, TextIO, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
 
 from asyncflow.api.document import latest
 from asyncflow.api.job import RLJob
@@ -49,6 +48,7 @@ from asyncflow.plan.roles import Role
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.storage.backend import BACKENDS, Backend
 from asyncflow.training.checkpoint import Checkpoints
+from asyncflow.view.console import make_console
 from asyncflow.view.live import LiveView, ProgressView, QueueView, RunView
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
         overrides=overrides,
         resume=resume,
         fresh=fresh,
-        make_view=partial(RunView, console=Console(highlight=False)),
+        make_view=partial(RunView, console=make_console()),
         tell=click.echo,
     )
     if not view.closed:
@@ -381,7 +381,7 @@ def serve_alone(
                 name=manifest.metadata.name,
                 folder=folder.path,
                 placed=lambda: here.supervisor.placed,
-                console=Console(highlight=False),
+                console=make_console(),
                 http_port=here.http_port,
             )
             who = "clients" if isinstance(manifest, TransferQueue) else "followers"

@@ -194,7 +194,7 @@ class RunView(TextView):
                 going, events = self._collect()
                 for at, event in events:
                     if line := event_line(event):
-                        live.console.print(self._stamped(line, at), highlight=False, markup=False)
+                        live.console.print(self._stamped(line, at))
                 live.update(screen(self._frame()), refresh=True)
 
     def _show_lines(self) -> None:
@@ -221,7 +221,7 @@ class RunView(TextView):
         if summary is not None:
             self._console.print(summary_table(summary))
         there = [name for name in _FILES if (self._folder / name).exists()]
-        self._console.print(files_line(str(self._folder), there), soft_wrap=True, markup=False)
+        self._console.print(files_line(str(self._folder), there), soft_wrap=True)
 
     def _frame(self) -> Frame:
         answer = self._ask(DriverStatus)

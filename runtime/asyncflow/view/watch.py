@@ -185,7 +185,7 @@ def _show_lines(run: Watched, console: Console) -> None:
         if not lines and time.monotonic() - said > QUIET_S:
             lines = [still(frame.status) if frame.reachable else "the driver does not answer"]
         for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
             said = time.monotonic()
         before = frame.status or before
         if _ended(run, frame, answered):
