@@ -177,8 +177,8 @@ class InFlightTable:
         changed: Callable[[], None],
         holding: Callable[[int], None],
         spawn: Spawn,
-        unfinished: Callable[[], Mapping[SequenceName, Completion]] = dict,
-        trusted: Callable[[Completion], Completion] = lambda so_far: so_far,
+        unfinished: Callable[[], Mapping[SequenceName, Completion]],
+        trusted: Callable[[Completion], Completion],
         spans: Spans = NO_SPANS,
     ) -> None:
         self.lost = 0
