@@ -98,9 +98,9 @@ def test_an_exchange_of_groups_that_may_not_change_their_steps_is_a_problem(queu
     if wrong == "a version":
         put = next(event for event in events if isinstance(event, ev.RowsPut) and event.serials == [1])
         events = replaced(events, put, newest=7)
-    said = [one for one in audit([*events, ev.Exchanged(P, serials)]).problems if "changed their steps" in one]
-    why = "although of one step or of different versions, in a slot, ended, or not there"
-    assert said == [f"groups {serials} of {P} changed their steps, {why}"]
+    said = [one for one in audit([*events, ev.Exchanged(P, serials)]).problems if "exchanged their steps" in one]
+    why = "although they have the same step or different versions, are in a slot, final or unknown"
+    assert said == [f"groups {serials} of {P} exchanged their steps, {why}"]
 
 
 def test_no_ledger(tmp_path):
@@ -255,7 +255,7 @@ def test_a_row_that_a_task_has_twice_is_found(events):
     done = next(event for event in events if isinstance(event, ev.Completed) and event.lease == lease.lease)
     for place in (events.index(lease) + 1, events.index(done) + 1, len(events)):
         report = audit([*events[:place], again, *events[place:]])
-        assert f"row {lease.rows[0]} of {P} went to rollout twice, or was gone" in report.problems
+        assert f"row {lease.rows[0]} of {P} was leased to rollout twice, or was lost" in report.problems
         assert not report.ok
 
 

@@ -308,7 +308,7 @@ def test_keys_wait_until_the_units_have_spoken_or_are_lost(then):
     table.state.replay(rows.table.state.outbox)
     table.start(0.0)
     again.table, again.epoch, again.put_so_far = table, rows.epoch, 10
-    with pytest.raises(PeerLost, match="not yet told"):
+    with pytest.raises(PeerLost, match="not yet reported"):
         again.put(1, tags=[{KEY_TAG: "a"}])
     assert len(again.put(1)) == 1
     if then == "told":

@@ -201,14 +201,14 @@ def test_copies_that_somebody_has_put_beside_a_ledger_are_neither_read_nor_remov
     assert list(ledger.recover()) == []
     events = history(queue)
     ledger.begin(events)
-    ledger.let_go()
+    ledger.release()
     copies = [tmp_path / name for name in ("backup.wal", "000000000001-copy.wal", "2.wal")]
     for copy in copies:
         copy.write_bytes(b"older")
     ledger = Ledger(tmp_path)
     assert list(ledger.recover()) == events
     ledger.begin([])
-    ledger.let_go()
+    ledger.release()
     assert newest(tmp_path).name == "000000000002.wal"
     assert [copy.read_bytes() for copy in copies] == [b"older"] * 3
 
@@ -373,7 +373,7 @@ def test_a_ledger_is_compacted_when_it_is_over_its_limit_and_over_twice_what_it_
             ledger.commit()
         assert newest(tmp_path) != first
         first = newest(tmp_path)
-    ledger.let_go()
+    ledger.release()
 
 
 @pytest.mark.parametrize("sync", ["interval", "always"])

@@ -108,7 +108,7 @@ def live(folder, sync, confirmed, history, disk=None):
         except OSError:
             await ledger.abandon()
         except Crash:
-            ledger.let_go()
+            ledger.release()
             raise
 
     asyncio.run(run())

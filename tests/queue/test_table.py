@@ -49,7 +49,7 @@ def test_an_attempt_that_was_taken_over_from_changes_nothing(queue):
     queue.table.take_over(P, 2)
     for change in (lambda: queue.create(1), lambda: queue.table.clear(P, 1), lambda: queue.table.take_over(P, 1)):
         before = list(queue.events())
-        with pytest.raises(Fenced, match="creator attempt 1 is over, 2 has begun"):
+        with pytest.raises(Fenced, match="creator attempt 1 is over, 2 has started"):
             change()
         assert queue.events() == before
     queue.creator = 2

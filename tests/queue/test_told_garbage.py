@@ -104,12 +104,12 @@ def test_bytes_that_are_no_item_are_called_corrupt(said):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        (PARTITION, "the partition q is there"),
+        (PARTITION, "the partition q exists already"),
         (ev.SnapshotGroups("p", [group_of()]), "no purpose"),
         (ev.SnapshotGroups("p", [finished("t")]), "no purpose"),
-        (ev.SnapshotGroups("q", [group_of(size=0)]), "no rows and no outcome"),
-        (ev.SnapshotGroups("q", [group_of(), group_of()]), "is there"),
-        (ev.SnapshotGroups("q", [finished("t"), group_of()]), "is there"),
+        (ev.SnapshotGroups("q", [group_of(size=0)]), "both or none"),
+        (ev.SnapshotGroups("q", [group_of(), group_of()]), "exists already"),
+        (ev.SnapshotGroups("q", [finished("t"), group_of()]), "exists already"),
         (ev.SnapshotGroups("q", [group_of(state=9)]), "9 is not a valid RowState"),
         (ev.SnapshotGroups("q", [finished("tx")]), "tx is no outcome"),
         (ev.RowsPut("q", "train", [0], 2, [20, 21, 22]), "3 rows do not make 1 groups of 2"),

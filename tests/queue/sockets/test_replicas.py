@@ -396,7 +396,7 @@ async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
     await queue.claim_all("grade", 2)
     queue.controllers[1].ledger.append([ev.Leased(1 << LEASE_BITS, P, "grade", "another", "ticket", [row])])
     report = await queue.client.audit(timeout=10)
-    assert report.problems == [f"controller 1: row {row} of {P} went to grade twice, or was gone"]
+    assert report.problems == [f"controller 1: row {row} of {P} was leased to grade twice, or was lost"]
     assert audit_ledgers(queue.folder / "ledger") == report
 
 

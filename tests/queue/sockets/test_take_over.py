@@ -34,7 +34,7 @@ async def test_a_put_in_line_is_refused_when_its_creator_was_replaced(cluster, r
             await queue.stop_controller()
             await queue.start_controller()
         await empty(queue)
-        with pytest.raises(Fenced, match="creator attempt 3 is over, 4 has begun"):
+        with pytest.raises(Fenced, match="creator attempt 3 is over, 4 has started"):
             await waiting
         assert before.next_serial == (await new.snapshot(partition=P, timeout=10)).next_serial == 1
         async with asyncio.timeout(10):

@@ -103,7 +103,7 @@ class Controller:
             self.table.state.outbox.clear()
             self.begin_ledger()
         except BaseException:
-            self.ledger.let_go()
+            self.ledger.release()
             raise
         self.handlers.start()
         address = await self.server.start()

@@ -1,1 +1,1 @@
-"""Events, their write-ahead log, and the audit that reads it on its own."""
+"""Events, their write-ahead log, and the independent audit of the log."""

@@ -1,13 +1,14 @@
-"""The ledger read by somebody who does not trust the table.
+"""An independent check of the ledger, which does not trust the table.
 
-The auditor shares only the record classes with the queue. It follows each row through the history that survives and
-then asks: was any put, leased, completed or trained twice? Does every serial of a training partition exist, with all
-its samples, and is each in one final state, or unfinished where it may be? Is every open row cleared, dropped or there?
+The auditor shares only the record classes with the queue. It follows each row through the surviving history and then
+checks: was any row put, leased, completed or trained twice? Does every serial of a training partition exist with all of
+its samples, and is each sample in one final state, or unfinished in a step that may be unfinished? Is every open row
+cleared, dropped or present?
 
-Where a queue has several controllers, the ledger of the first has what became of rows; that of each other has what its
-tasks did with them, and copies the rest.
+If a queue has several controllers, the ledger of the first records what became of rows. Each other ledger records the
+work of its controller's tasks, and copies the rest.
 
-Invariant: reading changes nothing; evaluations are not counted; a finding that several ledgers have is told once.
+Invariants: reading changes nothing. Evaluations are not counted. A finding of several ledgers is reported once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FINAL = {3: "trained", 4: "filtered", 5: "dropped"}
 
 
 def audit_ledger(directory: Path) -> AuditReport:
-    """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError where there is none."""
+    """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError if there is none."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no ledger")
     auditor = Auditor()
@@ -44,24 +45,24 @@ def audit_ledger(directory: Path) -> AuditReport:
 
 
 def replica_ledger(primary: Path, index: int) -> Path:
-    """Return the folder of a controller's ledger, where ``primary`` is that of the first one."""
+    """Return the folder of a controller's ledger. primary: the folder of the first controller's ledger."""
     return primary / str(index) if index else primary
 
 
 def ledgers_of(primary: Path) -> dict[int, Path]:
-    """Return the folders of all controllers' ledgers by index, the first one's before those that lie in it."""
+    """Return the folders of all controllers' ledgers by index; the first one contains the others."""
     found = (int(path.name) for path in primary.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
     return {index: replica_ledger(primary, index) for index in (0, *sorted(found))}
 
 
 def audit_ledgers(primary: Path) -> AuditReport:
-    """Audit the ledgers of all controllers. Raises as ``audit_ledger`` does."""
+    """Audit the ledgers of all controllers. Raises the errors of ``audit_ledger``."""
     reports = {index: audit_ledger(path) for index, path in ledgers_of(primary).items()}
     return merge_audits(reports.pop(0), reports)
 
 
 def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> AuditReport:
-    """Return one report: rows as the first controller has them, and each fault of a task with them."""
+    """Return one report, with the rows of the first controller and the problems of all controllers."""
     all_of = (primary, *replicas.values())
     found = [
         f"controller {index}: {problem}"
@@ -80,7 +81,7 @@ def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> Audi
 
 
 class _Group(NamedTuple):
-    """window: the oldest and the newest version that its samples may be of."""
+    """A group. window: the oldest and the newest version that may generate its samples."""
 
     size: int
     step: int
@@ -91,13 +92,13 @@ class _Group(NamedTuple):
 class _History:
     """The rows of one partition.
 
-    place: the last id of each row, by serial and sample, 0 where it is to be put again; open rows are left out once
-    they are cleared or dropped; keys: the rows by all their ids; groups: by serial; held, done: row ids by task, those
-    held with their lease.
+    place: last id of each row by serial and sample, 0 if it is to be put again, without cleared or dropped open rows;
+    keys: rows by all of their ids; groups: by serial; left: number of remaining rows by serial; held: leases of row
+    ids, by task; done: completed row ids, by task.
 
-    In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the weights
-    that survive; repeated: samples that were put or ended twice; slots: samples given to each step since its last
-    beginning; opened: groups and their size by step; skipped: serials that were left out.
+    In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the surviving
+    weights; repeated: samples that were put or ended twice; slots: samples of each step since the trainer started last;
+    opened: number and size of groups by step; skipped: skipped serials.
     """
 
     purpose: Purpose = "train"
@@ -117,18 +118,18 @@ class _History:
     closed: int | None = None
 
     def final(self, key: Key) -> bool:
-        """Tell whether a row of a partition that is not open has ended."""
+        """Return whether a row of a partition that is not open is final."""
         return key in self.ended or self.trained[key] > 0
 
     def end(self, key: Key, outcome: str) -> None:
-        """Note what became of a row; nothing where ``outcome`` is empty."""
+        """Note the outcome of a row, unless ``outcome`` is empty."""
         if outcome == "trained":
             self.trained[key] += 1
         elif outcome:
             self.ended[key] = outcome
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Forget open rows, and groups with their last row: their serials may be given to others one day."""
+        """Forget open rows, and each group with its last row, since its serial may be used again."""
         for row in rows:
             key = self.keys.pop(row, None)
             if key is not None and self.place.get(key) == row:
@@ -142,12 +143,12 @@ class _History:
                 done.discard(row)
 
     def commit(self, upto: int) -> None:
-        """Count what the steps up to ``upto`` were given."""
+        """Count the samples of steps up to ``upto`` as trained."""
         for step in [step for step in self.slots if step <= upto]:
             self.trained.update(self.slots.pop(step))
 
     def uncommit(self, theta: int) -> None:
-        """Forget what was trained after θ_theta: those weights are gone."""
+        """Forget samples that were trained after θ_theta, because those weights are lost."""
         self.slots.clear()
         for key in [key for key in self.trained if self.groups[key[0]].step > theta]:
             del self.trained[key]
@@ -155,7 +156,7 @@ class _History:
 
 
 class Auditor:
-    """Sees all events of a ledger in order, then reports."""
+    """Reads all events of a ledger in order, then reports."""
 
     def __init__(self) -> None:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
@@ -197,24 +198,24 @@ class Auditor:
         }
 
     def see(self, event: ev.Event) -> None:
-        """Take note of what happened next."""
+        """Process the next event."""
         if (see := self._seen.get(type(event))) is not None:
             see(event)
 
     def trained(self, partition: str) -> Counter[Key]:
-        """Return how often each sample of ``partition`` counts in the weights that survive."""
+        """Return how often each sample of ``partition`` counts in the surviving weights."""
         return self._histories[partition].trained
 
     def report(self) -> AuditReport:
-        """Say what became of every row."""
+        """Return the account of all rows."""
         histories = [history for history in self._histories.values() if history.purpose == "train"]
-        findings = [_judge(history) for history in histories]
+        findings = [_check(history) for history in histories]
         created = [(history, key) for history in histories for key in history.place]
         problems = [*(words for finding in findings for words in finding.problems), *self._problems]
         trained = sum(history.trained[key] > 0 for history, key in created)
         ended = Counter(history.ended.get(key) for history, key in created)
         overdue = sum(len(finding.overdue) for finding in findings)
-        there = [
+        remaining = [
             row for history in self._histories.values() if history.purpose == "open" for row in history.place.values()
         ]
         return AuditReport(
@@ -229,8 +230,8 @@ class Auditor:
             attempts=len(self._attempts),
             closed=bool(histories) and all(history.closed is not None for history in histories),
             problems=problems[:_WORDS],
-            remaining=len(there),
-            without_bytes=sum(map(self._gone, there)),
+            remaining=len(remaining),
+            without_bytes=sum(map(self._is_lost, remaining)),
             skipped=sum(len(history.skipped) for history in histories),
             redeliveries=self._returns.total(),
             reasons=dict(self._returns.most_common(_WORDS)),
@@ -255,8 +256,8 @@ class Auditor:
                 self._enter(event.partition, history, key, event.rows[first + key[1]])
 
     def _again(self, history: _History, key: Key) -> bool:
-        """Tell whether a row is to be put again: its bytes are gone, and it has not ended."""
-        return self._gone(history.place[key]) and not history.final(key)
+        """Return whether a row is to be put again: its bytes are lost, and it is not final."""
+        return self._is_lost(history.place[key]) and not history.final(key)
 
     def _enter(self, partition: str, history: _History, key: Key, row: int) -> None:
         if row in history.keys:
@@ -267,7 +268,7 @@ class Auditor:
         history.place[key] = row
         history.keys[row] = key
 
-    def _gone(self, row: int) -> bool:
+    def _is_lost(self, row: int) -> bool:
         return row in self._lost_rows or self._moved.get(row, location_of(row)) in self._lost_places
 
     def _declared(self, event: ev.Declared) -> None:
@@ -277,8 +278,8 @@ class Auditor:
     def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
         self._counts.update(resets=event.resets, peeked=event.peeked)
         self._returns.update(event.reasons)
-        if before := event.returned - sum(event.reasons.values()):
-            self._returns[ev.NO_REASON] += before
+        if unnamed := event.returned - sum(event.reasons.values()):
+            self._returns[ev.NO_REASON] += unnamed
         self._attempts.update(event.attempts)
         if event.purpose is None and event.closed is None:
             return
@@ -300,17 +301,17 @@ class Auditor:
             for sample, row in enumerate(group.rows):
                 self._snapshot_row(event.partition, history, (group.serial, sample), row)
 
-    def _snapshot_row(self, partition: str, history: _History, key: Key, told: ev.RowRecord) -> None:
-        row = told.row
-        if told.moved:
-            self._moved[row] = told.moved
-        if told.lost or told.state == _WANTED:
+    def _snapshot_row(self, partition: str, history: _History, key: Key, record: ev.RowRecord) -> None:
+        row = record.row
+        if record.moved:
+            self._moved[row] = record.moved
+        if record.lost or record.state == _WANTED:
             self._lost_rows.add(row)
-        if history.purpose != "open" or told.state in (_LIVE, _WANTED):
+        if history.purpose != "open" or record.state in (_LIVE, _WANTED):
             self._enter(partition, history, key, row) if row else history.place.setdefault(key, 0)
-            for task in [task for task, _, done, _ in told.works if done]:
+            for task in [task for task, _, done, _ in record.works if done]:
                 history.done[task].add(row)
-            history.end(key, _FINAL.get(told.state, ""))
+            history.end(key, _FINAL.get(record.state, ""))
 
     def _leased(self, event: ev.Leased) -> None:
         history = self._histories[event.partition]
@@ -318,8 +319,8 @@ class Auditor:
         self._leases[event.lease] = (event.partition, event.task)
         for row in event.rows:
             key = history.keys.get(row)
-            if key is None or history.final(key) or self._gone(row) or row in done or row in held:
-                self._problems.append(f"row {row} of {event.partition} went to {event.task} twice, or was gone")
+            if key is None or history.final(key) or self._is_lost(row) or row in done or row in held:
+                self._problems.append(f"row {row} of {event.partition} was leased to {event.task} twice, or was lost")
             held[row] = event.lease
 
     def _completed(self, event: ev.Completed) -> None:
@@ -372,11 +373,11 @@ class Auditor:
         history = self._histories[event.partition]
         pair = {serial: history.groups[serial] for serial in event.serials if serial in history.groups}
         steps, windows = {group.step for group in pair.values()}, {group.window for group in pair.values()}
-        given = {serial for keys in history.slots.values() for serial, _ in keys}
-        over = [one for one, group in pair.items() if all(history.final((one, n)) for n in range(group.size))]
-        if len(steps) < 2 or len(windows) > 1 or over or given & pair.keys():
-            why = "although of one step or of different versions, in a slot, ended, or not there"
-            self._problems.append(f"groups {event.serials} of {event.partition} changed their steps, {why}")
+        in_slots = {serial for keys in history.slots.values() for serial, _ in keys}
+        final = [one for one, group in pair.items() if all(history.final((one, n)) for n in range(group.size))]
+        if len(steps) < 2 or len(windows) > 1 or final or in_slots & pair.keys():
+            why = "although they have the same step or different versions, are in a slot, final or unknown"
+            self._problems.append(f"groups {event.serials} of {event.partition} exchanged their steps, {why}")
         for one, group in pair.items():
             history.groups[one] = group._replace(step=max(steps - {group.step}, default=group.step))
 
@@ -386,10 +387,10 @@ class Auditor:
         history.committed = max(history.committed, event.step)
 
     def _cleared(self, event: ev.Cleared) -> None:
-        gone = self._histories.pop(event.partition, None)
-        if gone is not None and gone.purpose == "open":
+        history = self._histories.pop(event.partition, None)
+        if history is not None and history.purpose == "open":
             self._histories[event.partition].purpose = "open"
-            self._counts["cleared"] += len(gone.place)
+            self._counts["cleared"] += len(history.place)
 
     def _partition_set(self, event: ev.PartitionSet) -> None:
         if event.field == "closed":
@@ -404,7 +405,7 @@ class Auditor:
 
 @dataclass
 class _Finding:
-    """overdue: created and not finished although their step is over; absent: number of samples that never existed."""
+    """The findings. overdue: unfinished samples of past steps; absent: number of samples that never existed."""
 
     overdue: set[Key]
     absent: int
@@ -412,8 +413,8 @@ class _Finding:
     problems: list[str]
 
 
-def _judge(history: _History) -> _Finding:
-    """Compare what there is with what there should be, in a training partition."""
+def _check(history: _History) -> _Finding:
+    """Compare the rows of a training partition with the rows that it should have."""
     over = max(history.committed, history.closed or 0)
     steps = {serial: group.step for serial, group in history.groups.items()}
     overdue = {key for key in history.place if steps[key[0]] <= over and not history.final(key)}
@@ -432,11 +433,11 @@ def _judge(history: _History) -> _Finding:
         if gap := sum((serial, sample) not in history.place for sample in range(size)):
             absent += gap
             problems.append(f"prompt {serial} lacks {gap} of {size} samples")
-    reached, waited = (
+    reached, waiting = (
         Counter(steps[serial] for serial in {serial for serial, _ in keys}) for keys in (+history.trained, overdue)
     )
     for step, (groups, size) in sorted(history.opened.items()):
-        missing = groups - reached[step] - waited[step]
+        missing = groups - reached[step] - waiting[step]
         if step <= over and missing > 0:
             absent += missing * size
             problems.append(f"step {step} was opened with {groups} groups, but {reached[step]} were trained")

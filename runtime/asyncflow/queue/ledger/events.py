@@ -1,11 +1,11 @@
-"""The records of a ledger: one class for each thing that can happen, and the three of a snapshot.
+"""The records of a ledger: one class for each kind of event, and three for a snapshot.
 
-``QueueState.apply`` makes the durable state of these, the audit reads them on its own. A snapshot stands at the
-beginning of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotGroups``, and then
-the events that made the tasks, slots and leases that are still there.
+``QueueState.apply`` builds the durable state from them; the audit reads them independently. A snapshot is at the start
+of a ledger: ``SnapshotHead``, then ``SnapshotPartition`` and its ``SnapshotGroups`` for each partition, and then the
+events of the current tasks, slots and leases.
 
-Invariant: a ledger is read by the version of the format that wrote it. Records are added, and fields at the end of one
-with a default; whatever else changes here needs another format, which the magic of each record names (``log``).
+Invariant: a ledger is read by the version of the format that wrote it. Record types may be added, and fields with a
+default at the end of a record. Any other change needs another format, which the magic of each record names (``log``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncflow.queue.protocol.messages import Purpose, TaskSpec
 
 
 class ControllerStarted(Struct, frozen=True, array_like=True, tag="start"):
-    """A controller began to serve with this epoch; lease ids of it and all rows of later epochs are new."""
+    """A controller started to serve with this epoch; its lease ids, and all rows of later epochs, are new."""
 
     epoch: int
 
 
 class Dated(Struct, frozen=True, array_like=True, tag="at"):
-    """The unix time of what follows, in seconds; recorded once a second at most."""
+    """The unix time, in seconds, of the records that follow; recorded at most once a second."""
 
     at: float
 
@@ -39,42 +39,42 @@ class UnitJoined(Struct, frozen=True, array_like=True, tag="unit"):
 
 
 class UnitLost(Struct, frozen=True, array_like=True, tag="lost"):
-    """The rows of the unit with this epoch are gone."""
+    """The rows of the unit with this epoch are lost."""
 
     epoch: int
     unit: int
 
 
 class RowsGone(Struct, frozen=True, array_like=True, tag="gone"):
-    """These rows are not on their unit any more, although the unit lives."""
+    """These rows are no longer on their unit, although the unit lives."""
 
     partition: str
     rows: list[int]
 
 
 class UnitLeaving(Struct, frozen=True, array_like=True, tag="leave"):
-    """The unit with this epoch takes nothing new, and its rows move to others."""
+    """The unit with this epoch accepts nothing new, and its rows move to other units."""
 
     epoch: int
     unit: int
 
 
 class Moved(Struct, frozen=True, array_like=True, tag="moved"):
-    """Rows moved to ``location`` (see ``identity.location_at``), under the ids that they always had."""
+    """Rows moved to ``location`` (see ``identity.location_at``) and kept their ids."""
 
     location: int
     rows: list[int]
 
 
 class Declared(Struct, frozen=True, array_like=True, tag="task"):
-    """A task was declared, or declared anew. controller: which decides about its leases, once and for all."""
+    """A task was declared or changed. controller: decides about the task's leases, permanently."""
 
     spec: TaskSpec
     controller: int = 0
 
 
 class Typed(Struct, frozen=True, array_like=True, tag="dtype"):
-    """A column was written for the first time; it has this dtype in this partition."""
+    """A column was written for the first time, and has this dtype in this partition."""
 
     partition: str
     column: str
@@ -82,9 +82,9 @@ class Typed(Struct, frozen=True, array_like=True, tag="dtype"):
 
 
 class RowsPut(Struct, frozen=True, array_like=True, tag="put"):
-    """Groups of ``size`` rows were put, or put again where rows of them were wanted.
+    """Groups of ``size`` rows were put, or put again because some of their rows were wanted.
 
-    rows: the ids of all of them, group by group; step, oldest, newest: of each group, as in ``RowMeta``.
+    rows: the ids of all rows, group by group; step, oldest, newest: values of each group, as in ``RowMeta``.
     """
 
     partition: str
@@ -98,16 +98,16 @@ class RowsPut(Struct, frozen=True, array_like=True, tag="put"):
 
 
 class Skipped(Struct, frozen=True, array_like=True, tag="skip"):
-    """These serials never get any rows: their creator left them out."""
+    """These serials never get rows, because their creator skipped them."""
 
     partition: str
     serials: list[int]
 
 
 class Leased(Struct, frozen=True, array_like=True, tag="lease"):
-    """Rows were leased together; ticket: the claimer's own name for its claim.
+    """Rows were leased together. ticket: the worker's own name for its claim.
 
-    whole: False in a snapshot, where other rows of the lease were given back or dropped.
+    whole: False in a snapshot if other rows of the lease were given back or dropped.
     """
 
     lease: int
@@ -127,7 +127,7 @@ class Completed(Struct, frozen=True, array_like=True, tag="done"):
 
 
 class Returned(Struct, frozen=True, array_like=True, tag="back"):
-    """Rows are ready again with attempt + 1: given back, expired, or their holder died."""
+    """Rows are ready again with attempt + 1: they were given back, their lease expired, or its holder died."""
 
     lease: int
     rows: list[int]
@@ -135,11 +135,11 @@ class Returned(Struct, frozen=True, array_like=True, tag="back"):
 
 
 MOST_REASONS, OTHER_REASON, NO_REASON = 64, "another reason", "not recorded"
-"""Reasons for which rows came back that are counted apart, those beyond them, and those of older ledgers."""
+"""The number of reasons for returned rows that are counted separately, and the names for other and unknown ones."""
 
 
 class RowsDropped(Struct, frozen=True, array_like=True, tag="drop"):
-    """Rows were given up for ever by the holder of the lease."""
+    """The holder of the lease gave up rows permanently."""
 
     partition: str
     rows: list[int]
@@ -147,7 +147,7 @@ class RowsDropped(Struct, frozen=True, array_like=True, tag="drop"):
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="step"):
-    """So many groups of this size will reach the trainer in D_step."""
+    """D_step will have this number of groups of this size."""
 
     partition: str
     step: int
@@ -156,7 +156,7 @@ class Opened(Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Began(Struct, frozen=True, array_like=True, tag="begin"):
-    """A trainer attempt began with weights θ_step: later steps un-stage, steps up to it are committed."""
+    """A trainer attempt started from weights θ_step: later steps are reset, and steps up to it are committed."""
 
     partition: str
     attempt: int
@@ -167,7 +167,8 @@ class Began(Struct, frozen=True, array_like=True, tag="begin"):
 class SlotDecided(Struct, frozen=True, array_like=True, tag="slot"):
     """A slot was decided.
 
-    bound: serials that now belong to the step; ranks: row ids for each rank; the last three: the step's totals so far.
+    bound: serials that now belong to the step; ranks: row ids of each rank; groups, samples, response_tokens: totals of
+    the step so far.
     """
 
     partition: str
@@ -182,7 +183,7 @@ class SlotDecided(Struct, frozen=True, array_like=True, tag="slot"):
 
 
 class Exchanged(Struct, frozen=True, array_like=True, tag="exchange"):
-    """Two groups changed their steps with each other: the one that took a place, and the one that was late there."""
+    """Two groups exchanged their steps: the first took the place of the second, which was late."""
 
     partition: str
     serials: tuple[int, int]
@@ -212,8 +213,8 @@ class Cleared(Struct, frozen=True, array_like=True, tag="clear"):
 class PartitionSet(Struct, frozen=True, array_like=True, tag="set"):
     """A value of a partition was set.
 
-    closed: the run is complete, every sample of steps up to this one should be in a final state; creator: the attempt
-    of whoever creates its rows, older ones create nothing any more; expected: so many rows will be put in all.
+    closed: the run is complete, and every sample of steps up to this one should be final; creator: the attempt that
+    creates its rows, so that older attempts are refused; expected: the total number of rows that will be put.
     """
 
     partition: str
@@ -222,7 +223,7 @@ class PartitionSet(Struct, frozen=True, array_like=True, tag="set"):
 
 
 class Numbered(Struct, frozen=True, array_like=True, tag="client"):
-    """A client put into an open partition for the first time: the serials of its groups begin with this number."""
+    """A client put rows into an open partition for the first time; the serials of its groups start with this number."""
 
     partition: str
     client: bytes
@@ -237,7 +238,7 @@ class RowsCleared(Struct, frozen=True, array_like=True, tag="rows"):
 
 
 class TaskReset(Struct, frozen=True, array_like=True, tag="reset"):
-    """A task gets all living rows again, also those that it held: their leases are over. rows: how many it had."""
+    """All living rows became ready again for a task; its leases ended. rows: number leased or completed before."""
 
     partition: str
     task: str
@@ -245,20 +246,20 @@ class TaskReset(Struct, frozen=True, array_like=True, tag="reset"):
 
 
 class Peeked(Struct, frozen=True, array_like=True, tag="peek"):
-    """So many rows were looked at without a lease."""
+    """This number of rows was read without a lease."""
 
     partition: str
     rows: int
 
 
 OUTCOMES = {"t": "trained", "f": "filtered", "d": "dropped"}
-"""The letters of a finished group's outcome, which has one for each sample."""
+"""The letters in the outcome of a finished group, which has one letter for each sample."""
 
 
 class SnapshotHead(Struct, frozen=True, array_like=True, tag="snapshot"):
     """The state of a queue apart from its partitions and leases.
 
-    leaving: epochs of units that shall leave; completed: the leases that were completed last.
+    leaving: epochs of units that are to leave; completed: the last leases whose rows were all completed.
     """
 
     epoch: int
@@ -270,8 +271,8 @@ class SnapshotHead(Struct, frozen=True, array_like=True, tag="snapshot"):
 class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_partition"):
     """The state of a partition apart from its tasks, groups and trainer; see ``PartitionState`` for most fields.
 
-    ended: how many rows are trained, filtered and dropped, those in ``SnapshotGroups`` included; clients: their
-    numbers; used, skipped: serials as (first, end); reasons: of the rows that were ``returned``, with how many each.
+    ended: numbers of trained, filtered and dropped rows, including those in ``SnapshotGroups``; clients: numbers by
+    client; used, skipped: spans of serials as (first, end); reasons: number of ``returned`` rows by reason.
     """
 
     name: str
@@ -296,8 +297,8 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
 class RowRecord(Struct, frozen=True, array_like=True):
     """A row of an unfinished group.
 
-    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the location where it
-    lies, 0 where it was put; works: (task, attempt, lease that completed it, its holder).
+    state: 0 live or bound, 2 wanted, higher is final; lost: bound, but without bytes; moved: its location, 0 if it is
+    where it was put; works: (task, attempt, lease that completed it, its holder).
     """
 
     row: int
@@ -308,7 +309,7 @@ class RowRecord(Struct, frozen=True, array_like=True):
 
 
 class GroupRecord(Struct, frozen=True, array_like=True):
-    """A group: one that is finished has only an outcome, see ``OUTCOMES``, any other rows; instead_of: ``RowGroup``."""
+    """A group: a finished one has an outcome (see ``OUTCOMES``), others have rows; instead_of: see ``RowGroup``."""
 
     serial: int
     step: int

@@ -1,15 +1,15 @@
-"""The write-ahead log of a queue: checksummed records, compacted into a new file now and then.
+"""The write-ahead log of a queue: a file of checksummed records, which is sometimes compacted into a new file.
 
-A ledger is a folder with ``NNNNNNNNNNNN.wal``. A record is ``magic, length, crc32, payload`` with a msgpack payload;
-magic and checksum tell the end of the log, torn or not, from damage in it. A compaction writes the next generation of
-the file under another name and renames it; older files are then removed, so the highest generation is always whole. The
-rename is final: from then on the older file is never written to again.
+A ledger is a folder with ``NNNNNNNNNNNN.wal``. A record is ``magic, length, crc32, payload`` with a msgpack payload.
+Magic and checksum distinguish the end of the log, which may be torn, from damage within it. A compaction writes the
+next generation of the file under a temporary name and renames it. Older files are then removed, so the highest
+generation is always whole. The rename is final: the older file is never written to again.
 
-Invariants: what ``commit`` has confirmed is read back after a crash of the class that ``sync`` covers (``process``: of
-this process; ``interval``: of the machine, but for the last second; ``always``: of the machine); what is read is a
-prefix of what was written: a record that was torn off at the end is cut away, and damage with a sound record behind it,
-or a ledger of another format, is LedgerCorrupt; after a write that failed, as on a full disk, nothing is written any
-more, and what was confirmed before is whole.
+Invariants: records that ``commit`` has confirmed survive a crash of the class that ``sync`` covers (``process``: a
+crash of this process; ``interval``: a crash of the machine, except for the last second; ``always``: a crash of the
+machine). Reading returns a prefix of the written records: a record torn at the end is cut off; damage before an intact
+record, or another format, raises LedgerCorrupt. After a failed write, as on a full disk, nothing more is written, and
+the records confirmed before are whole.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _decode = msgspec.msgpack.Decoder(Event).decode
 
 
 def pack(event: Event) -> bytes:
-    """Return ``event`` as one record."""
+    """Encode ``event`` as one record."""
     payload = _encode(event)
     size = len(payload)
     return _HEADER.pack(_MAGIC, size, zlib.crc32(payload, size)) + payload
 
 
 def read_ledger(directory: Path) -> Iterator[Event]:
-    """Yield the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
+    """Yield the events of a ledger in order, none if there is no ledger. Changes no file. Raises LedgerCorrupt."""
     while (path := newest(directory)) is not None:
         try:
             data = path.read_bytes()
@@ -70,22 +70,22 @@ def newest(directory: Path) -> Path | None:
 
 
 def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
-    """Yield each event and where its record ends; stop at a torn end."""
+    """Yield each event and the end of its record; stop at a torn end."""
     view, start = memoryview(data), 0
     while start < len(data):
-        end = _sound(view, start)
+        end = _intact_end(view, start)
         if end is None:
             _check_torn(data, start, path)
             return
         try:
             yield _decode(view[start + _HEADER.size : end]), end
         except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-            raise LedgerCorrupt(f"the record at byte {start} is none: {wrong}", where=str(path)) from wrong
+            raise LedgerCorrupt(f"the record at byte {start} is invalid: {wrong}", where=str(path)) from wrong
         start = end
 
 
-def _sound(view: memoryview, start: int) -> int | None:
-    """Return the end of the record at ``start``; None if none is whole there."""
+def _intact_end(view: memoryview, start: int) -> int | None:
+    """Return the end of the record at ``start``, or None if there is no intact record."""
     body = start + _HEADER.size
     if body > len(view):
         return None
@@ -97,27 +97,27 @@ def _sound(view: memoryview, start: int) -> int | None:
 
 
 def _check_torn(data: bytes, start: int, path: Path) -> None:
-    """Refuse damage at ``start`` unless nothing sound comes after it, and a ledger of another format."""
+    """Raise LedgerCorrupt if an intact record follows the damage at ``start``, or if the ledger has another format."""
     view, after = memoryview(data), data.find(_MAGIC, start + 1)
     while after >= 0:
-        if _sound(view, after) is not None:
+        if _intact_end(view, after) is not None:
             hint = "Restore the file from a copy; nothing was changed"
             raise LedgerCorrupt(f"the record at byte {start} is damaged", where=str(path), hint=hint)
         after = data.find(_MAGIC, after + 1)
     magic = data[: len(_MAGIC)]
     if start == 0 and magic.startswith(_ANY_FORMAT) and magic not in (_ANY_FORMAT, _MAGIC):
-        theirs, ours = (name[1:].decode(errors="replace") for name in (magic, _MAGIC))
-        hint = "Go on with the version of AsyncFlow that wrote it, or start with an empty folder; nothing was changed"
-        what = f"the ledger has the format {theirs}, but this version reads and writes {ours}"
+        found, own = (name[1:].decode(errors="replace") for name in (magic, _MAGIC))
+        hint = "Use the version of AsyncFlow that wrote it, or start with an empty folder; nothing was changed"
+        what = f"the ledger has the format {found}, but this version reads and writes {own}"
         raise LedgerCorrupt(what, where=str(path), hint=hint)
 
 
 class Ledger:
     """The log of one controller, open for appending.
 
-    sync: the durability class; compact: gives the events of the present state, for a new generation; it is called when
-    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction. syncs, sync_s: how often
-    the file was brought to the disk while it was written, and the seconds of that.
+    sync: the durability class; compact: returns the events of the current state for a new generation. It is called when
+    the file is larger than ``limit`` bytes and twice its size after the last compaction. syncs, sync_s: number of syncs
+    of the file to disk, and the seconds that they took.
     """
 
     def __init__(
@@ -137,15 +137,15 @@ class Ledger:
         self._fd = self._lock = -1
         self._buffer: list[bytes] = []
         self._group: asyncio.Future[None] | None = None
-        self._under_way: asyncio.Future[None] | None = None
+        self._current_group: asyncio.Future[None] | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._unsafe_since: float | None = None
         self._broken: OSError | None = None
 
     def recover(self) -> Iterator[Event]:
-        """Take the ledger for this process, give its events as it was left, and cut a torn end away.
+        """Lock the ledger for this process, yield its events, and cut off a torn end.
 
-        Raises LedgerCorrupt, and Refused while another process has it.
+        Raises LedgerCorrupt, and Refused while another process holds the ledger.
         """
         durable.make_folder(self.directory)
         lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -160,18 +160,18 @@ class Ledger:
         if path is None:
             return
         data = path.read_bytes()
-        sound = 0
+        intact = 0
         for event, end in records(data, path):
-            sound = end
+            intact = end
             yield event
-        if sound < len(data):
-            os.truncate(path, sound)
+        if intact < len(data):
+            os.truncate(path, intact)
 
     def begin(self, events: Iterable[Event]) -> None:
-        """Start a new generation that holds ``events``, the whole present state, and append to it from now on.
+        """Start a new generation with ``events``, which make up the whole current state, and append to it from then on.
 
-        Raises OSError where it cannot be written: nothing has changed then, unless it came about with the rename or
-        after it, when nobody knows which file the next start will find. Nothing is written any more in that case.
+        Raises OSError if it cannot be written. Nothing has changed then, unless the rename or a step after it failed:
+        in that case it is unknown which file the next start will find, and nothing more is written.
         """
         self._buffer.clear()
         last = newest(self.directory)
@@ -202,13 +202,13 @@ class Ledger:
                 _remove(old)
 
     def append(self, events: Iterable[Event]) -> None:
-        """Take ``events`` for the next ``commit``."""
+        """Queue ``events`` for the next ``commit``."""
         self._buffer += [pack(event) for event in events]
 
     def commit(self) -> asyncio.Future[None] | None:
-        """Write what was appended; return what is done when it is as safe as ``sync`` says, None if it is so already.
+        """Write the appended events; return a future that waits until they are as safe as ``sync`` says, or None.
 
-        Raises OSError, or the future does, when it cannot be written; nothing is written after that.
+        Raises OSError, or sets it in the future, if they cannot be written; nothing is written after that.
         """
         if self._broken is not None:
             raise self._broken
@@ -216,15 +216,15 @@ class Ledger:
             self._write_out()
             if self._sync != "process":
                 self._sync_soon()
-        return (self._group or self._under_way) if self._sync == "always" else None
+        return (self._group or self._current_group) if self._sync == "always" else None
 
     async def flushed(self) -> None:
-        """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
+        """Wait until everything appended before is as safe as ``sync`` says. Raises OSError if that fails."""
         if (pending := self.commit()) is not None:
             await pending
 
     async def synced(self) -> None:
-        """Wait until what was appended before is on disk, whatever ``sync`` says. Raises OSError when it cannot be."""
+        """Wait until everything appended before is on disk, regardless of ``sync``. Raises OSError if that fails."""
         await self.flushed()
         if self._sync == "always":
             return
@@ -239,33 +239,33 @@ class Ledger:
         return 0.0 if self._unsafe_since is None else asyncio.get_running_loop().time() - self._unsafe_since
 
     async def close(self) -> None:
-        """Write what is left, sync it, and close the file."""
+        """Write the appended events, sync the file, and close it."""
         await self.flushed()
-        await self._rest()
+        await self._finish_syncing()
         if self._fd >= 0:
             os.fsync(self._fd)
-        self.let_go()
+        self.release()
 
     async def abandon(self) -> None:
-        """Close the file as it is, when nobody syncs it any more."""
-        await self._rest()
-        self.let_go()
+        """Close the file without syncing it."""
+        await self._finish_syncing()
+        self.release()
 
-    async def _rest(self) -> None:
+    async def _finish_syncing(self) -> None:
         if self._syncing is not None:
             if self._sync == "interval":
                 self._syncing.cancel()
             await asyncio.wait([self._syncing])
 
-    def let_go(self) -> None:
-        """Close the file as it is, before anything was appended: whoever comes next may have the ledger."""
+    def release(self) -> None:
+        """Close the file as it is, before anything was appended, and unlock the ledger."""
         for file in (self._fd, self._lock):
             if file >= 0:
                 os.close(file)
         self._fd = self._lock = -1
 
     def _write_out(self) -> None:
-        """Write what was appended; compact the file if it has grown too long."""
+        """Write the appended events; compact the file if it has grown too long."""
         data, self._buffer = b"".join(self._buffer), []
         try:
             self.bytes += _write(self._fd, data)
@@ -284,7 +284,7 @@ class Ledger:
             if self._broken is not None:
                 raise
             self._compacted = self.bytes
-            log.warning("the ledger was not compacted, it goes on in the old file: %s", error)
+            log.warning("the ledger was not compacted and stays in the old file: %s", error)
 
     def _sync_soon(self) -> None:
         loop = asyncio.get_running_loop()
@@ -296,28 +296,28 @@ class Ledger:
             self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
 
     async def _sync_groups(self) -> None:
-        """Sync group after group, at once or now and then: what is written while one is synced makes the next."""
+        """Sync group after group, immediately or in intervals; events written during a sync form the next group."""
         while self._group is not None:
             if self._sync == "interval":
                 await asyncio.sleep(_INTERVAL_S)
-            self._under_way, self._group, began = self._group, None, asyncio.get_running_loop().time()
+            self._current_group, self._group, started = self._group, None, asyncio.get_running_loop().time()
             try:
                 await asyncio.to_thread(_sync, os.dup(self._fd))
             except OSError as error:
                 self._broken = error
-                for waiting in filter(None, (self._under_way, self._group)):
+                for waiting in filter(None, (self._current_group, self._group)):
                     waiting.set_exception(error)
                     waiting.exception()
                 self._group = None
                 break
-            self.syncs, self.sync_s = self.syncs + 1, self.sync_s + asyncio.get_running_loop().time() - began
-            self._under_way.set_result(None)
-            self._unsafe_since = began if self._group is not None else None
-        self._syncing = self._under_way = None
+            self.syncs, self.sync_s = self.syncs + 1, self.sync_s + asyncio.get_running_loop().time() - started
+            self._current_group.set_result(None)
+            self._unsafe_since = started if self._group is not None else None
+        self._syncing = self._current_group = None
 
 
 def _sync(fd: int) -> None:
-    """Make what was written safe, and close ``fd``, a duplicate: the file may be replaced meanwhile."""
+    """Sync the file to disk, and close ``fd``, a duplicate, since the file may be replaced during the sync."""
     try:
         os.fdatasync(fd)
     finally:
@@ -332,7 +332,7 @@ def _write(fd: int, data: bytes) -> int:
 
 
 def _remove(old: Path) -> None:
-    """Remove an older generation; one that stays is not read, and the next compaction tries again."""
+    """Remove an older generation. If that fails, the file is not read, and the next compaction tries again."""
     try:
         old.unlink()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The messages that cross the queue's sockets, and nothing else."""
+"""The messages that cross the queue's sockets."""

@@ -1,11 +1,11 @@
-"""The calls to controllers, of clients and of each other: one request and one reply for each. ``unit_calls`` has the
-others.
+"""The calls to controllers by clients and by other controllers: a request and a reply for each; see ``unit_calls`` for
+other calls.
 
-Where a queue has several controllers, number 0, the *primary*, decides about rows; the others, *replicas*, follow its
-rows and decide about the leases of their own tasks. A lease's id says which controller gave it.
+If a queue has several controllers, number 0, the *primary*, decides about rows. The others, *replicas*, copy its rows
+and decide about the leases of their own tasks. A lease's id contains the controller that granted it.
 
-Invariant: every call can be sent again after its answer was lost. Puts are told apart by the numbers of their groups,
-claims by ticket, completions by lease, slots by number; the others set or tell what they say.
+Invariant: every call can be repeated after its reply was lost. Puts are identified by the numbers of their groups,
+claims by ticket, completions by lease, slots by number; other calls set or return values.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ Attempt = Annotated[int, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0)]
 
 NOWHERE = -1
-"""The unit of a row that is not there, and of a move that has no unit to go to."""
+"""The unit of a row that does not exist, and of a move without a destination."""
 WRITE = "write:"
-"""What stands in place of a lease where there is none begins so; the rest is the writer's own name for the write."""
+"""The prefix of the name that a write without a lease sends in place of a lease; the writer chooses the rest."""
 LEASE_BITS = 59
-"""Below these bits of a lease's id are its epoch and count, above is the controller that gave it."""
+"""A lease's id contains its epoch and count in these lower bits, and the controller that granted it above them."""
 
 
 class Done(Struct, frozen=True):
-    """It was done."""
+    """An empty reply: the request was carried out."""
 
 
 class Nothing(Struct, frozen=True):
-    """A request that says all by its name."""
+    """A request without parameters."""
 
 
 class InPartition(Struct, frozen=True):
-    """A request about a partition; with no more, a question what it holds."""
+    """A request about a partition; used without more fields to read the partition's state."""
 
     partition: str
 
 
 class TrainerStep(InPartition, frozen=True):
-    """A step of a trainer attempt; with no more, a checkpoint contains it."""
+    """A step of a trainer attempt; used without more fields to report that a checkpoint contains the step."""
 
     attempt: int
     step: int
 
 
 class Declare(Struct, frozen=True):
-    """Make tasks known."""
+    """Declare tasks."""
 
     specs: list[TaskSpec]
 
 
 class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
-    """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's own name for the claim, by which it has one lease.
+    """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's name for the claim, which gets at most one lease.
 
-    max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; version,
-    accept: see ``VersionFilter``; min_rows: met only with at least so many; until_done: the task has not ended while
-    others hold rows of it, which may come back.
+    max_rows: limit of rows, but at least one whole group if the task takes groups; max_groups: limit of groups;
+    version, accept: see ``VersionFilter``; min_rows: granted only with this number of rows; until_done: do not report
+    the end of the task while other workers hold rows of it, which may be returned.
     """
 
     task: str
@@ -78,9 +78,9 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
 
 
 class Claimed(Struct, frozen=True, omit_defaults=True):
-    """The rows, none if the time was over. ended: the partition is closed and holds nothing more for the task.
+    """The rows, none if the wait timed out. ended: the partition is closed and has no more rows for the task.
 
-    withdrawn: the caller asked for this answer.
+    withdrawn: the caller withdrew the claim.
     """
 
     rows: list[LeasedRow] = []
@@ -89,20 +89,20 @@ class Claimed(Struct, frozen=True, omit_defaults=True):
 
 
 class Leases(Struct, frozen=True):
-    """Leases to be renewed."""
+    """Leases to renew."""
 
     leases: list[str]
 
 
 class ClaimTicket(Struct, frozen=True):
-    """A claim to be abandoned, as nobody waits for it any more; or to be withdrawn: answered now, if it waits."""
+    """A claim to abandon because its caller no longer waits, or to withdraw, which answers it immediately if parked."""
 
     worker: str
     ticket: str
 
 
 class EndRows(Struct, frozen=True):
-    """Return rows, or drop them for ever."""
+    """Return rows to the queue, or drop them permanently."""
 
     lease: str
     rows: list[int]
@@ -111,7 +111,7 @@ class EndRows(Struct, frozen=True):
 
 
 class OpenStep(InPartition, frozen=True):
-    """D_step has so many groups."""
+    """Set the number of groups of D_step."""
 
     step: int
     groups: int
@@ -119,7 +119,7 @@ class OpenStep(InPartition, frozen=True):
 
 
 class Exchange(InPartition, frozen=True):
-    """D_step has a group in place of another one, which is late."""
+    """Put a group into D_step in exchange for another one, which is late."""
 
     serial: int
     step: int
@@ -127,13 +127,13 @@ class Exchange(InPartition, frozen=True):
 
 
 class Begin(TrainerStep, frozen=True):
-    """A trainer attempt begins with weights θ_step."""
+    """Start a trainer attempt with weights θ_step."""
 
     world: Annotated[int, Meta(le=1 << 16)]
 
 
 class AskSlot(TrainerStep, frozen=True):
-    """Ask for the rows that a rank trains in a slot; parks for ``wait_s`` seconds."""
+    """Request the rows that a rank trains in a slot; parks for ``wait_s`` seconds."""
 
     slot: int
     rank: int
@@ -142,57 +142,57 @@ class AskSlot(TrainerStep, frozen=True):
 
 
 class Slotted(Struct, frozen=True):
-    """The slot; None when the time was over. ended: the partition was closed below that step, which never comes."""
+    """The slot, None if the wait timed out. ended: the partition was closed before that step, which never comes."""
 
     slot: Slot | None
     ended: bool = False
 
 
 class StepDone(TrainerStep, frozen=True):
-    """A rank has finished a step."""
+    """Report that a rank has finished a step."""
 
     rank: int
 
 
 class AskWanted(InPartition, frozen=True):
-    """Ask which samples must be created again; parks until the revision is not ``known``."""
+    """Request the samples that must be created again; parks until the revision differs from ``known``."""
 
     known: int
     wait_s: Seconds
 
 
 class Expire(Struct, frozen=True):
-    """A worker is dead."""
+    """Report that a worker is dead."""
 
     worker: str
 
 
 class AskSnapshot(InPartition, frozen=True):
-    """Ask how far a partition has come; of its steps only ``step`` is told, unless it is None."""
+    """Request the progress of a partition, of all its steps or only of ``step``."""
 
     step: int | None = None
 
 
 class CreatorAttempt(InPartition, frozen=True):
-    """An attempt of the partition's creator, which takes over, or clears the partition."""
+    """An attempt of the partition's creator that takes over or clears the partition."""
 
     attempt: Attempt
 
 
 class Close(InPartition, frozen=True):
-    """The run is complete up to a step."""
+    """Report that the run is complete up to a step."""
 
     step: int
 
 
 class FindRows(InPartition, frozen=True):
-    """A question: the rows with these keys."""
+    """Find the rows with these keys."""
 
     keys: list[str]
 
 
 class Peek(InPartition, frozen=True):
-    """Look at rows as ``task`` (or nobody) sees them: at these, or at the first ``most`` of the partition."""
+    """Show rows as ``task`` (or no task) sees them: these rows, or the first ``most`` rows of the partition."""
 
     task: str
     rows: list[int]
@@ -200,45 +200,45 @@ class Peek(InPartition, frozen=True):
 
 
 class Reset(InPartition, frozen=True):
-    """Make every row ready again for a task, or all."""
+    """Make every row ready again for one task or all tasks."""
 
     task: str | None
 
 
 class Expect(InPartition, frozen=True):
-    """So many rows will be put in all."""
+    """Set the total number of rows that will be put."""
 
     total: _Count
 
 
 class ClearRows(InPartition, frozen=True):
-    """Forget rows for ever; those that are not there are passed over."""
+    """Forget rows permanently; rows that do not exist are ignored."""
 
     rows: list[int]
 
 
 class AskProgress(InPartition, frozen=True):
-    """Ask how many rows have these columns, or were completed by this task: one of the two is given."""
+    """Request the number of rows that have these columns, or that this task has completed; exactly one is given."""
 
     columns: list[str]
     task: str
 
 
 class Drain(Struct, frozen=True):
-    """A unit shall leave. incarnation: only this one of it, or any (empty)."""
+    """Drain a unit. incarnation: only this incarnation of it, or any (empty)."""
 
     unit: Annotated[int, Meta(ge=0)]
     incarnation: str = ""
 
 
 class AskWhere(Struct, frozen=True):
-    """A question: where these rows lie."""
+    """Request the locations of rows."""
 
     rows: list[int]
 
 
 def parse_lease(name: str) -> tuple[int, str]:
-    """Return the id and the holder that ``Lease.name`` wrote; the id 0, which no lease has, for anything else."""
+    """Return the id and the holder in a lease's name (``Lease.name``); id 0, which no lease has, for other texts."""
     number, _, holder = name.partition(HELD_BY)
     try:
         lease = int(number, 16)
@@ -248,14 +248,14 @@ def parse_lease(name: str) -> tuple[int, str]:
 
 
 def controller_of(lease: str) -> int:
-    """Return the controller that gave ``lease``; the primary for anything that is no lease."""
+    """Return the controller that granted ``lease``; the primary if ``lease`` names no lease."""
     return parse_lease(lease)[0] >> LEASE_BITS
 
 
 class Follow(Struct, frozen=True):
-    """Ask for the changes after ``position`` in the time of the primary with this epoch; parks for ``wait_s``.
+    """Request the changes after ``position`` in the feed of the primary with this epoch; parks for ``wait_s``.
 
-    epoch: 0 asks for a snapshot.
+    epoch: 0 requests a snapshot.
     """
 
     replica: _Count
@@ -265,7 +265,7 @@ class Follow(Struct, frozen=True):
 
 
 class Feed(Struct, frozen=True):
-    """The changes up to ``position``, encoded one by one; or, in a ``snapshot``, all rows as they were there."""
+    """The changes up to ``position``, each encoded on its own; or, if ``snapshot``, all rows at that position."""
 
     epoch: int
     position: int
@@ -274,7 +274,7 @@ class Feed(Struct, frozen=True):
 
 
 class Reach(Struct, frozen=True):
-    """Answer when everything up to ``position`` of the primary with this epoch is known; parks for ``wait_s``."""
+    """Wait until a replica knows everything up to ``position`` of the primary with this epoch; parks for ``wait_s``."""
 
     epoch: int
     position: int
@@ -282,14 +282,14 @@ class Reach(Struct, frozen=True):
 
 
 class EnterTypes(InPartition, frozen=True):
-    """New columns of a partition, with their dtypes, that ``replica`` was given."""
+    """New columns of a partition, with their dtypes, that ``replica`` received."""
 
     replica: _Count
     dtypes: dict[str, str]
 
 
 class DropRows(InPartition, frozen=True):
-    """Rows whose holder, who has them from ``replica``, gives them up for ever."""
+    """Drop rows permanently, for a holder that leased them from ``replica``."""
 
     replica: _Count
     rows: list[int]

@@ -1,10 +1,10 @@
-"""The queue's vocabulary: what callers of ``QueueClient`` give and get.
+"""The types of the arguments and results of ``QueueClient``.
 
-Rows are samples (``RowMeta`` says which), columns are fields, tasks (``TaskSpec``) are consumers. A claim gives
+Rows are samples (described by ``RowMeta``), columns are fields, tasks (``TaskSpec``) are consumers. A claim returns
 ``LeasedRow``s, and so does a slot of the gang of trainer ranks.
 
-Invariant: everything here is plain data that crosses sockets as msgpack. Nothing names an address or a clock; times are
-seconds from now, sizes are bytes.
+Invariant: all types are plain data that crosses sockets as msgpack. They contain no clock times; times are seconds from
+now, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from asyncflow.identity import NEWEST, SampleKey
 
 Tag = bool | int | float | str
 Purpose = Literal["train", "eval", "open"]
-"""What a partition is for: rows of the optimizer's steps, rows of an evaluation, or anything else (``open``)."""
+"""The purpose of a partition: rows of the optimizer's steps, rows of an evaluation, or any other rows (``open``)."""
 
 TOKENS_TAG = "tokens"
-"""The tag that says how many response tokens a row holds. With ``RowMeta.tokens``, those of the prompt, it is the
-weight that balances the trainer's ranks; alone it is summed up in ``StepTotals.response_tokens``."""
+"""The tag with the number of a row's response tokens. Its sum with ``RowMeta.tokens``, the prompt's tokens, is the
+weight that balances the trainer's ranks; the tag alone is summed in ``StepTotals.response_tokens``."""
 
 KEY_TAG = "key"
-"""The tag that names a row of an open partition; no two rows of one have the same."""
+"""The tag that names a row of an open partition, where it is unique."""
 
 SERIAL_BITS = 32
-"""In an open partition a serial is the number of its client there, 31 bits, above the client's count of groups, 32."""
+"""In an open partition a serial is the number of its client, 31 bits, above the client's count of groups, 32 bits."""
 
 FILTERED = "filtered"
-"""Reasons that begin so (``filtered:zero-variance``) count as filtered, all others as dropped."""
+"""Reasons with this prefix (``filtered:zero-variance``) count as filtered, all others as dropped."""
 
 
 class RowMeta(Struct, frozen=True, array_like=True, kw_only=True):
     """One sample, as its creator describes it.
 
-    step: the optimizer step it belongs to; min_version, max_version: steps of the versions that may generate it;
-    tokens: of its prompt; tags: small values that travel with every claim; writers may add some with each put.
+    step: its optimizer step; min_version, max_version: steps of the versions that may generate it; tokens: tokens of
+    its prompt; tags: small values that travel with every claim; writers may add tags with each put.
     """
 
     partition: str
@@ -58,10 +58,10 @@ class RowMeta(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Samples(Struct, frozen=True, kw_only=True):
-    """Which groups a job puts into a partition of its own.
+    """The groups that a job puts into its own partition.
 
-    serials: their numbers; step: the optimizer step to which they belong; oldest, newest: steps of the versions that
-    may generate them; tokens: of the prompt of each row, or none; skipped: serials that never get any rows.
+    serials: their numbers; step: their optimizer step; oldest, newest: steps of the versions that may generate them;
+    tokens: tokens of the prompt of each row, or none; skipped: serials that never get any rows.
     """
 
     serials: list[int]
@@ -76,12 +76,12 @@ class Samples(Struct, frozen=True, kw_only=True):
 class TaskSpec(Struct, frozen=True, kw_only=True):
     """One consumer of a partition.
 
-    needs: columns that make a row ready; writes: columns that every completion must bring; groups: whole groups only;
-    order: a selection (``flow.selection``), "fifo" or another; of a gang "fifo" or "key", which is for whole steps;
-    kind: "lease", or "gang" for the trainer's ranks (its steps have whole groups, with ``groups`` its slots and ranks
-    too); shared_tokens: of a gang: the rows of a group have their ``RowMeta.tokens`` in common, which count once where
-    they are together, so they are kept together as far as a slot's budget allows; lease_s: seconds until a lease ends;
-    clears: rows of an open partition that it has completed are cleared at once; it acknowledges whole leases.
+    needs: columns that make a row ready; writes: columns that every completion must contain; groups: take only whole
+    groups; order: a selection (``flow.selection``), such as "fifo"; for a gang "fifo", or "key" for whole steps; kind:
+    "lease", or "gang" for the trainer's ranks (its steps have whole groups, and with ``groups`` its slots and ranks
+    too); shared_tokens: for a gang: the rows of a group share their ``RowMeta.tokens``, which count once on a rank, so
+    groups are kept together as far as a slot's budget allows; lease_s: seconds until a lease ends; clears: rows of an
+    open partition are cleared immediately when the task completes them; it acknowledges whole leases.
     """
 
     partition: str
@@ -97,11 +97,11 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
 
 
 class LeasedRow(Struct, frozen=True, array_like=True, kw_only=True):
-    """A row that a claim gave: the holder has ``until`` seconds to complete, renew or give back lease ``lease``.
+    """A row that a claim returned: the holder has ``until`` seconds to complete, renew or give back ``lease``.
 
-    One of a slot has no lease: it belongs to the trainer's attempt and its step until that is committed or begun anew.
+    A row of a slot has no lease: it belongs to the trainer's attempt and step until the step is committed or repeated.
     attempt: how often it was given back or expired before; unit: index of the unit that holds it; bytes: size of each
-    column there. An output column of the task itself in ``bytes`` is what an earlier holder gave back unfinished.
+    column there. A column of ``bytes`` that the task itself writes is what an earlier holder gave back unfinished.
     """
 
     row: int
@@ -114,7 +114,7 @@ class LeasedRow(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepTotals(Struct, frozen=True, kw_only=True):
-    """The contents of D_step, over all ranks and slots: the normalisers of its gradient."""
+    """The numbers of groups, samples and tokens in D_step, over all ranks and slots, which normalise its gradient."""
 
     groups: int = 0
     samples: int = 0
@@ -122,7 +122,7 @@ class StepTotals(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """One lockstep micro-batch of one rank. rows: by key; last: D_step is exhausted, ``totals`` says what it held."""
+    """One lockstep micro-batch of one rank. last: D_step is exhausted, and ``totals`` are its totals."""
 
     step: int
     slot: int
@@ -132,9 +132,9 @@ class Slot(Struct, frozen=True, kw_only=True):
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """Samples whose bytes were lost before their commit: ``put`` takes them again.
+    """Samples whose bytes were lost before their commit, and which ``put`` accepts again.
 
-    Their metas name sample, step and versions; tags and tokens follow from the serial and are left to the creator.
+    Their metas contain sample, step and versions; the creator derives tags and tokens from the serial.
     """
 
     revision: int
@@ -142,10 +142,10 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class StepState(Struct, frozen=True, kw_only=True):
-    """A step not yet committed: the groups that were created, and how far they came.
+    """A step that is not yet committed: its groups and their progress.
 
-    done: rows that a task has done and that are not final; undone: groups with a row that is neither; filtered: rows;
-    excluded: groups that are final and of which nothing is trained.
+    done: by task, rows that it has completed and that are not final; undone: by task, groups with a row that is
+    neither; filtered: rows; excluded: groups that are final and of which no sample is trained.
     """
 
     serials: list[int]
@@ -156,11 +156,11 @@ class StepState(Struct, frozen=True, kw_only=True):
 
 
 class PartitionSnapshot(Struct, frozen=True, kw_only=True):
-    """The state of a partition that a restarted driver needs to go on.
+    """The state of a partition that a restarted driver needs to continue.
 
-    next_serial: one above the highest created or skipped; missing: serials below it that were neither; skipped: how
-    many were skipped; steps: those above ``last_committed_step`` and those with unfinished samples; attempt: of the
-    newest trainer that began, -1 if none; last_staged_step: the newest step that all ranks have finished.
+    next_serial: one above the highest serial created or skipped; missing: serials below it that were neither; skipped:
+    number of skipped serials; steps: those above ``last_committed_step`` and those with unfinished samples; attempt:
+    newest started trainer attempt, -1 if none; last_staged_step: the newest step that all ranks have finished.
     """
 
     next_serial: int
@@ -174,11 +174,11 @@ class PartitionSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class QueueStats(Struct, frozen=True, kw_only=True):
-    """Counts of now. Keys of ``ready``, ``leased`` and ``parked`` are "partition/task"; the rest counts rows or bytes.
+    """Current counts. Keys of ``ready``, ``leased`` and ``parked`` are "partition/task"; the rest counts rows or bytes.
 
-    live: rows whose bytes are held or awaited, the staged ones included; bytes, limit: of all units together, as they
-    last said; lease_expiries, redeliveries: since the controller started; silent: controllers that did not answer, of
-    whose tasks nothing is told.
+    live: rows whose bytes are held or expected, including staged ones; bytes, limit: of all units together, as last
+    reported; lease_expiries, redeliveries: since the controller started; silent: controllers that did not answer, whose
+    tasks are not included.
     """
 
     ready: dict[str, int]
@@ -205,11 +205,11 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     nothing is lost.
 
     lost: samples that should exist or be finished and are not; duplicated: samples created or trained more than once in
-    the history that survives; closed: the run was marked complete; problems: the first findings, in words; resets,
-    peeked: rows, open ones too, that were taken from a task that had had them, or looked at without a lease; put: open
-    rows, each counted once, of which so many were cleared or dropped, and so many remain; without_bytes: of those that
-    remain, how many were lost with their storage unit and were not put again; skipped: serials without samples, because
-    their creator left them out; reasons: why rows were given out again (``redeliveries``), the most frequent, counted.
+    the surviving history; closed: the run was marked complete; problems: the first findings, in words; resets, peeked:
+    rows, including open ones, that were reset after a task had them, or read without a lease; put, cleared, remaining:
+    open rows, each counted once, that were put, of these the cleared or dropped ones, and the rest; without_bytes:
+    remaining rows that were lost with their storage unit and not put again; skipped: serials that their creator
+    skipped; reasons: the most frequent reasons why rows were leased again (``redeliveries``), with counts.
     """
 
     dispatched: int
@@ -235,7 +235,7 @@ class AuditReport(Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Nothing lost, nothing duplicated, and the sum is right."""
+        """True if nothing is lost or duplicated, and the sums are right."""
         finished = self.trained + self.filtered + self.dropped + self.unfinished
         sums = finished == self.dispatched and self.cleared + self.remaining == self.put
         return sums and not (self.lost or self.duplicated or self.problems)
@@ -249,15 +249,15 @@ def check_task(spec: TaskSpec) -> None:
     if spec.kind == "gang" and spec.writes:
         raise Refused(f"a gang writes no columns, but this one names {spec.writes}", where=where)
     if spec.kind != "gang" and spec.shared_tokens:
-        raise Refused("tokens that rows share count in the slots of a gang, and this is none", where=where)
+        raise Refused("tokens that rows share count in the slots of a gang, and this task is no gang", where=where)
     if spec.kind == "gang" and spec.clears:
         raise Refused("the rows of a gang are freed by a commit, not by their completion", where=where)
     if not spec.lease_s > 0:
-        raise Refused(f"a lease of {spec.lease_s} s would end before it began", where=where)
+        raise Refused(f"a lease of {spec.lease_s} s would end before it starts", where=where)
 
 
 class Unready(Struct, frozen=True, kw_only=True):
-    """A row that is not ready for a task. seconds: since the controller knows it; lacks: columns that it needs yet."""
+    """A row that is not ready for a task. seconds: time since the controller learned of it; lacks: missing columns."""
 
     row: int
     serial: int
@@ -267,7 +267,7 @@ class Unready(Struct, frozen=True, kw_only=True):
 
 
 class TaskView(Struct, frozen=True, kw_only=True):
-    """One task. Counts are rows, but for ``parked``: claims that wait. oldest: the oldest row that is not ready."""
+    """One task. Counts are rows, except ``parked``: waiting claims. oldest: the oldest row that is not ready."""
 
     name: str
     kind: str
@@ -283,9 +283,9 @@ class TaskView(Struct, frozen=True, kw_only=True):
 
 
 class PartitionView(Struct, frozen=True, kw_only=True):
-    """One partition. rows: there or awaited; wanted: lost, to be put again; columns: their dtypes.
+    """One partition. rows: rows held or expected; wanted: lost rows, to be put again; columns: their dtypes.
 
-    silent: controllers that did not answer, with those of their tasks of which nothing is told.
+    silent: controllers that did not answer, with those of their tasks that are not included.
     """
 
     name: str
@@ -300,7 +300,7 @@ class PartitionView(Struct, frozen=True, kw_only=True):
 
 
 class Listing(Struct, frozen=True, array_like=True):
-    """Rows of a partition, in the order in which they were put; keys: empty where a row has none; tags: the others."""
+    """Rows of a partition, in the order in which they were put; keys: "" if a row has none; tags: all other tags."""
 
     rows: list[int]
     keys: list[str]
@@ -308,10 +308,11 @@ class Listing(Struct, frozen=True, array_like=True):
 
 
 class PeekedRows(Struct, frozen=True, array_like=True):
-    """Rows as they are, a place for each.
+    """Rows as they are now, one element for each row.
 
-    ready: for the task that was named, now; leased, done: by it; attempts: how often it had the row before; lacks: the
-    columns that the task needs and the row has not got; sizes: bytes by column, -1 where a row has not got it.
+    ready: ready for the named task; leased, done: by that task; attempts: how often the task lost its lease on the row;
+    lacks: columns that the task needs and the row does not have; sizes: bytes by column, -1 if the row does not have
+    it.
     """
 
     rows: list[int]
@@ -328,8 +329,8 @@ class PeekedRows(Struct, frozen=True, array_like=True):
 class Progress(Struct, frozen=True, kw_only=True):
     """The rows of a partition that have some columns, or that a task has completed.
 
-    rows: that there are; done: that have all of the columns, or that the task has completed; leased: that it holds;
-    cleared: that were there and were cleared one by one; expected: that there will be, None if nobody said so.
+    rows: existing rows; done: rows with all of the columns, or completed by the task; leased: rows leased to it;
+    cleared: rows that were cleared one by one; expected: announced number of rows, None if it was not announced.
     """
 
     rows: int
@@ -340,16 +341,16 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def all(self) -> bool:
-        """Every row that there is or will be is done; False where there is none. Cleared rows were done."""
+        """True if every existing or expected row is done, and there is one. Cleared rows count as done."""
         known = self.rows + self.cleared
         return 0 < known >= (self.expected or 0) and self.done == self.rows
 
 
 class Found(Struct, frozen=True):
-    """The rows, 0 for a key that none has.
+    """The rows, 0 for a key without a row.
 
-    lost: those of these keys whose rows were lost with their unit; unnamed: how many rows of the partition were lost
-    that had no key, or whose keys are not known any more since the controller was restarted.
+    lost: the keys whose rows were lost with their unit; unnamed: number of lost rows of the partition that had no key,
+    or whose keys are unknown since the controller was restarted.
     """
 
     rows: list[int]
@@ -361,10 +362,10 @@ UnitState: TypeAlias = Literal["serving", "silent", "leaving", "away"]
 
 
 class UnitView(Struct, frozen=True, kw_only=True):
-    """A unit as the controller knows it. away: it has not told what it holds since it, or the controller, began.
+    """A unit as the controller knows it. away: it has not reported its rows since it, or the controller, started.
 
-    silent: it has not been heard for several times as long as it should be; rows: that it holds, those still to be
-    moved where it leaves; bytes: used; limit: most bytes; epoch: of its rows.
+    silent: it has not called for several times the expected interval; rows: rows that it holds, or still has to move if
+    it leaves; bytes: used bytes; limit: most bytes; epoch: epoch of its rows.
     """
 
     unit: int

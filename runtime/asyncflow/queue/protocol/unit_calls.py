@@ -1,9 +1,9 @@
 """The calls of clients to units, of units to controllers, and of units to each other.
 
-A unit that leaves asks the controller which of its rows go to which unit next (``AskMove``), and takes them there
-(``TakeRows``); that unit tells the controller (``MovedRows``), whose answer moves them.
+A draining unit asks the controller which of its rows to move next, and to which unit (``AskMove``), and sends them
+there (``TakeRows``). The other unit reports them to the controller (``MovedRows``), which then records the move.
 
-Invariant: as in ``calls``, every call can be sent again after its answer was lost; a ``MoveOrder`` voids earlier ones.
+Invariant: as in ``calls``, every call can be repeated after its reply was lost; a ``MoveOrder`` voids earlier ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from asyncflow.queue.protocol.messages import SERIAL_BITS, Samples, Tag
 from asyncflow.rpc.columns import BatchHeader
 
 MOST_ROWS = 1 << 20
-"""Rows that one put, or one item of a feed, stands for at most."""
+"""The limit of rows in one put, or in one item of a feed."""
 CellBytes = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _GroupSize = Annotated[int, Meta(ge=1)]
 ClientName = Annotated[bytes, Meta(min_length=8, max_length=64)]
 Outcome: TypeAlias = Literal["complete", "return", "keep"]
-"""What a write does with leased rows: complete them, return them, or hold on to them."""
+"""The effect of a write on leased rows: complete them, return them, or keep their lease."""
 GroupNumber = Annotated[int, Meta(ge=0, lt=1 << SERIAL_BITS)]
 
 
 class Cells(Struct, frozen=True, kw_only=True):
-    """Columns of some rows, as their unit tells of them. sizes: bytes of each row."""
+    """Columns of some rows, as their unit reports them. sizes: bytes of each row."""
 
     dtypes: dict[str, str]
     sizes: dict[str, list[CellBytes]]
@@ -47,12 +47,12 @@ class Held(Struct, frozen=True, kw_only=True):
 
 
 class PutRows(Struct, frozen=True):
-    """Put rows; the frames hold their columns, ``header.rows`` says how many there are.
+    """Put rows; the frames hold their columns, and ``header.rows`` is their number.
 
-    client: name of the client that puts them, random bytes that no other has; group: the client's own number of the
-    first group, the others follow it; tags: one set for each row, or none at all; outputs: most bytes of each column
-    that is written to each row later; wait_s: for room for all of it; samples: which groups they are, where their
-    creator numbers them instead of the client; attempt: of that creator.
+    client: unique name of the client, random bytes; group: the client's own number of the first group, the other groups
+    follow it; tags: one set for each row, or none at all; outputs: most bytes of each column that is written to each
+    row later; wait_s: time to wait for room for all of that; samples: the groups, if their creator numbers them instead
+    of the client; attempt: attempt of that creator.
     """
 
     partition: str
@@ -70,8 +70,9 @@ class PutRows(Struct, frozen=True):
 class RowIds(Struct, frozen=True):
     """Ids of the rows that were put.
 
-    new: True where the row is new; on the wire empty when all are. Elsewhere the id is that of the row that was put so
-    before or has this key already (its cells are as they were), or 0 where that is gone or its group was refused.
+    new: True if the row is new; empty on the wire if all rows are. The id of a row that is not new is the id of the row
+    that was put earlier under this number or key (its cells are unchanged), or 0 if that row has ended or its group was
+    refused.
     """
 
     rows: list[int]
@@ -79,9 +80,9 @@ class RowIds(Struct, frozen=True):
 
 
 class WriteRows(Struct, frozen=True):
-    """Put columns of leased rows; those that are not completed by it are unfinished, and kept for the next holder.
+    """Put columns of leased rows; columns of rows that this does not complete are unfinished, for the next holder.
 
-    reason: why the rows are returned, for the ledger. What is held on to waits for no room.
+    reason: why the rows are returned, for the ledger. A write that keeps the lease does not wait for room.
     """
 
     lease: str
@@ -94,14 +95,14 @@ class WriteRows(Struct, frozen=True):
 
 
 class FetchRows(Struct, frozen=True):
-    """Get columns of rows."""
+    """Fetch columns of rows."""
 
     rows: list[int]
     columns: list[str]
 
 
 class Hello(Struct, frozen=True):
-    """A unit asks for the epoch of its rows. address: where others reach it; epoch: that it had last, 0 for none."""
+    """Request the epoch of a unit's rows. address: where peers reach it; epoch: its last epoch, 0 for none."""
 
     unit: int
     incarnation: str
@@ -111,9 +112,9 @@ class Hello(Struct, frozen=True):
 
 
 class Welcome(Struct, frozen=True):
-    """controller: the epoch of the controller; epoch: that of the unit's rows; it must forget rows of any other.
+    """controller: epoch of the controller; epoch: epoch of the unit's rows, which must forget rows of any other epoch.
 
-    watch_s: how long the unit may be silent while it has nothing to say; controllers: how many may give leases.
+    watch_s: seconds that the unit may be silent while idle; controllers: number of controllers that grant leases.
     """
 
     controller: int
@@ -123,7 +124,7 @@ class Welcome(Struct, frozen=True):
 
 
 class Session(Struct, frozen=True):
-    """A unit and the controller that it speaks to, which refuses a session that it did not begin."""
+    """A unit and its controller, which refuses a session that it did not start."""
 
     unit: int
     controller: int
@@ -131,12 +132,12 @@ class Session(Struct, frozen=True):
 
     @property
     def location(self) -> int:
-        """Where the rows of this unit lie."""
+        """The location of this unit's rows."""
         return location_at(self.epoch, self.unit)
 
 
 class Announce(Struct, frozen=True):
-    """Rows as a unit holds them. last: it has told of all that it held when the session began."""
+    """Rows as a unit holds them. last: these are the last of the rows that it held at the start of the session."""
 
     session: Session
     held: list[Held]
@@ -144,14 +145,14 @@ class Announce(Struct, frozen=True):
 
 
 class LostRows(Struct, frozen=True):
-    """Rows of a unit whose bytes its back end has lost, although the unit itself lives."""
+    """Rows whose bytes the unit's back end has lost, although the unit itself lives."""
 
     session: Session
     rows: list[int]
 
 
 class NewRows(Struct, frozen=True, tag="new"):
-    """Rows that a unit was given; see ``PutRows``."""
+    """Rows that a unit received; see ``PutRows``."""
 
     partition: str
     client: ClientName
@@ -165,7 +166,7 @@ class NewRows(Struct, frozen=True, tag="new"):
 
 
 class NewCells(Struct, frozen=True, tag="cells"):
-    """Columns of leased rows that a unit was given; see ``WriteRows``."""
+    """Columns of leased rows that a unit received; see ``WriteRows``."""
 
     lease: str
     rows: list[int]
@@ -176,9 +177,9 @@ class NewCells(Struct, frozen=True, tag="cells"):
 
 
 class MovedRows(Struct, frozen=True, tag="moved"):
-    """Rows that came from ``source``, where they are no more once this is admitted. ticket: of ``MoveOrder``.
+    """Rows that came from ``source``, which loses them once this is admitted. ticket: see ``MoveOrder``.
 
-    partial: those of the columns that are unfinished; tokens, tags: of each row.
+    partial: the unfinished ones of the columns; tokens, tags: values of each row.
     """
 
     source: int
@@ -194,16 +195,16 @@ Entry: TypeAlias = NewRows | NewCells | MovedRows
 
 
 class Admit(Struct, frozen=True):
-    """The entries that a unit was given since its last call, in order."""
+    """The entries that a unit received since its last call, in order."""
 
     session: Session
     entries: list[Entry]
 
 
 class EntryResult(Struct, frozen=True):
-    """The result of an entry, for each row; error: that of ``to_wire`` when the whole entry is refused.
+    """The result of an entry, for each row; error: in the form of ``to_wire``, if the whole entry is refused.
 
-    rows: of ``NewRows`` that are not all ok, the ids to be told to whoever put them (see ``RowIds``).
+    rows: for ``NewRows`` that are not all ok, the ids to return to the client (see ``RowIds``).
     """
 
     ok: list[bool]
@@ -211,19 +212,19 @@ class EntryResult(Struct, frozen=True):
     rows: list[int] = []
 
     def each(self, count: int) -> list[bool]:
-        """Return what became of each of ``count`` rows."""
+        """Return whether each of ``count`` rows was admitted."""
         return self.ok or [False] * count
 
 
 def results_on(entries: Sized, results: list[EntryResult]) -> list[EntryResult]:
-    """Return ``results`` on ``entries``. Raises ProtocolError where they are fewer or more."""
+    """Return ``results`` on ``entries``. Raises ProtocolError if their number differs."""
     if len(results) != len(entries):
         raise ProtocolError(f"{len(results)} results came on {len(entries)} entries")
     return results
 
 
 class Watch(Struct, frozen=True):
-    """A unit says how full it is and waits for orders.
+    """Report the fill of a unit and wait for orders.
 
     done: number of the last order that it carried out; used: bytes; held: rows.
     """
@@ -236,7 +237,7 @@ class Watch(Struct, frozen=True):
 
 
 class Orders(Struct, frozen=True):
-    """Rows to free; number: of the last of these orders; leave: move all rows to other units."""
+    """Rows to free; number: number of the last of these orders; leave: move all rows to other units."""
 
     number: int
     rows: list[int]
@@ -244,9 +245,9 @@ class Orders(Struct, frozen=True):
 
 
 class AskMove(Struct, frozen=True):
-    """A unit that leaves asks what goes next.
+    """Request the next move of a draining unit.
 
-    rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there, if there is another.
+    rows: the first of the ``held`` rows of the unit, with ``nbytes`` bytes; but: a unit to avoid if there is another.
     """
 
     session: Session
@@ -257,9 +258,9 @@ class AskMove(Struct, frozen=True):
 
 
 class MoveOrder(Struct, frozen=True):
-    """Move ``rows`` to ``unit``. gone: those that are not needed here any more.
+    """Move ``rows`` to ``unit``. gone: rows that this unit no longer needs.
 
-    over: nothing is left here, and the session has ended; alone: there is no other unit, nor is one awaited.
+    over: no row is left here, and the session has ended; alone: there is no other unit, and none is expected.
     """
 
     ticket: int
@@ -288,7 +289,7 @@ class TakeRows(Struct, frozen=True):
 
 
 class AdmitCells(Struct, frozen=True):
-    """The entries that ``unit`` was given under leases of this replica."""
+    """The entries that ``unit`` received under leases of this replica."""
 
     unit: Annotated[int, Meta(ge=0)]
     entries: list[NewCells]

@@ -1,1 +1,1 @@
-"""The queue as a pure state machine: rows, claims, the trainer's gang and what the ledger makes of them. No I/O."""
+"""The queue as a pure state machine without I/O: rows, claims, the trainer's gang, and their ledger events."""

@@ -1,11 +1,11 @@
-"""The durable state of a queue, and what each event does to it.
+"""The durable state of a queue, and the effect of each event on it.
 
 Commands (``rows``, ``leases``, ``training``, ``moves``) decide events and ``record`` them; recovery replays them. Both
-go through ``apply``, so a restarted controller knows what the old one knew, but for the volatile fields, which units
-tell.
+use ``apply``, so a restarted controller has the state of the old one, except for the volatile fields, which the units
+report.
 
-Invariants: nothing durable changes except in ``apply``; ``apply`` of an event that was recorded never fails; it uses no
-volatile field; every type of event has one entry in ``APPLY``.
+Invariants: nothing durable changes except in ``apply``. ``apply`` of an event that was recorded never fails, and uses
+no volatile field. Every type of event has one entry in ``APPLY``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import IDLE, STATES, Finished, Lease, LeaseTable, Row, RowGroup, RowState, TaskWork
 
 Apply: TypeAlias = Callable[["QueueState", Any], None]
-"""The function of one type of event."""
+"""The function that applies one type of event."""
 
 
 class QueueState:
     """Partitions, leases, units and rows.
 
-    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; silent:
-    of those that have not told what they hold since the controller began, so keys cannot be trusted yet; outbox: events
-    to be written; to_free: rows whose bytes are not needed any more; changed: partitions whose indexes or gang may have
-    changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose state this is;
-    observer: told of each event before it is applied, for controllers that follow.
+    rows: rows that have bytes, by id; units: the joined units, by index; leaving: epochs of units that are to leave;
+    silent: epochs of the units that have not reported their rows since the controller started, so keys cannot be
+    trusted yet; outbox: events to write; to_free: rows whose bytes are no longer needed; changed: partitions whose
+    indexes or gang may have changed since it was last emptied; now: clock of ``Row.since``; index: index of this
+    controller; observer: called with each event before it is applied, for replica controllers.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -54,18 +54,18 @@ class QueueState:
         self.observer: Callable[[ev.Event], None] | None = None
 
     def record(self, event: ev.Event) -> None:
-        """Apply ``event``, and have it written."""
+        """Apply ``event``, and queue it for writing."""
         if self.observer is not None:
             self.observer(event)
         self.apply(event)
         self.outbox.append(event)
 
     def apply(self, event: ev.Event) -> None:
-        """Apply ``event``. LedgerCorrupt where it cannot have followed what happened before."""
+        """Apply ``event``. Raises LedgerCorrupt if it contradicts the current state."""
         try:
             APPLY[type(event)](self, event)
         except (KeyError, IndexError, ValueError, ManifestError) as error:
-            raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
+            raise LedgerCorrupt(f"{event} does not follow from the events before it: {error!r}") from error
 
     def replay(self, events: Iterable[ev.Event]) -> None:
         """Apply the ``events`` of a ledger."""
@@ -73,14 +73,14 @@ class QueueState:
             self.apply(event)
 
     def partition(self, name: str) -> PartitionState:
-        """Return the partition, which exists from now on."""
+        """Return the partition, creating it if it does not exist."""
         if name not in self.partitions:
             self.partitions[name] = PartitionState(name)
         self.changed.add(name)
         return self.partitions[name]
 
     def check_schema(self, partition: PartitionState, dtypes: Mapping[str, str]) -> None:
-        """Set the dtypes that new columns hold from now on. Refused where a known one holds another."""
+        """Set the dtypes of new columns. Raises Refused if a known column has another dtype."""
         known = partition.schema
         if dtypes.items() <= known.items():
             return
@@ -92,14 +92,14 @@ class QueueState:
             self.record(ev.Typed(partition.name, name, dtypes[name]))
 
     def lose(self, rows: Iterable[Row]) -> None:
-        """Note that rows have lost their bytes, and end their leases: they are wanted, once they are not bound."""
+        """Note that rows have lost their bytes, and end their leases; the rows become wanted unless they are bound."""
         groups: dict[RowGroup, None] = {}
         for row in rows:
             del self.rows[row.row]
             groups[row.group] = None
             partition = self.partition(row.group.partition)
             row.lose()
-            self.let_go(row)
+            self.end_leases(row)
             if row.state is RowState.BOUND:
                 row.lost = True
                 continue
@@ -107,7 +107,7 @@ class QueueState:
         for group in groups:
             self.partition(group.partition).refresh(group)
 
-    def let_go(self, row: Row) -> None:
+    def end_leases(self, row: Row) -> None:
         """End every lease on ``row``."""
         if not row.work:
             return
@@ -119,7 +119,7 @@ class QueueState:
                 queues[task].leased -= 1
 
     def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[TaskWork], TaskWork]) -> None:
-        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; alike rows share it."""
+        """Apply ``step`` to the progress of ``queue``'s task with ``rows``; rows with equal work share one mapping."""
         task, change = queue.spec.name, 0
         known = worked = None
         for row in rows:
@@ -132,14 +132,14 @@ class QueueState:
                 queue.busy += change
 
     def enter(self, partition: PartitionState, row: Row) -> None:
-        """Add a new row to its group, in place of the wanted one if there is one."""
+        """Add a new row to its group; it replaces a wanted row of that sample."""
         row.since = self.now
         partition.enter(row)
         if row.state is RowState.LIVE and not row.lost:
             self.rows[row.row] = row
 
     def end_rows(self, number: int, numbers: list[int], *, done: bool) -> tuple[TaskQueue, list[Row]]:
-        """Take rows out of their lease, completed or not; return the task's queue, and the rows."""
+        """Remove rows from their lease, completed or not; return the task's queue, and the rows."""
         lease = self.leases.get(number)
         if lease is None:
             raise ValueError(f"lease {number:x} is not in force")
@@ -152,20 +152,20 @@ class QueueState:
         return queue, rows
 
     def clear(self, partition: PartitionState, rows: Iterable[Row]) -> None:
-        """Forget open rows."""
+        """Forget rows of an open partition."""
         self.finish(rows, RowState.CLEARED)
         partition.cleared += partition.counts.pop(RowState.CLEARED, 0)
 
-    def finish(self, rows: Iterable[Row], stand: RowState) -> None:
-        """End rows: free their bytes and their leases."""
+    def finish(self, rows: Iterable[Row], outcome: RowState) -> None:
+        """Move rows to the final state ``outcome``, and free their bytes and leases."""
         groups: dict[RowGroup, None] = {}
         for row in rows:
-            self.let_go(row)
+            self.end_leases(row)
             if self.rows.pop(row.row, None) is not None:
                 self.to_free.append(row)
             partition = self.partition(row.group.partition)
-            partition.move(row, stand)
-            partition.unname(row)
+            partition.move(row, outcome)
+            partition.remove_key(row)
             groups[row.group] = None
         for group in groups:
             self.partition(group.partition).settle(group)
@@ -184,8 +184,8 @@ def _unit_lost(state: QueueState, event: ev.UnitLost) -> None:
     if (unit := state.units.get(event.unit)) and unit.epoch == event.epoch:
         del state.units[event.unit]
     state.leaving.discard(event.epoch)
-    gone = location_at(event.epoch, event.unit)
-    state.lose([row for row in state.rows.values() if row.location == gone])
+    location = location_at(event.epoch, event.unit)
+    state.lose([row for row in state.rows.values() if row.location == location])
 
 
 def _moved(state: QueueState, event: ev.Moved) -> None:
@@ -202,7 +202,7 @@ def _declared(state: QueueState, event: ev.Declared) -> None:
 
 
 def _rows_put(state: QueueState, event: ev.RowsPut) -> None:
-    """Make groups, or the wanted rows of those that are there."""
+    """Create groups, or replace the wanted rows of existing groups."""
     partition, size, serials = state.partition(event.partition), event.size, event.serials
     partition.purpose = event.purpose
     if size < 1 or len(event.rows) != len(serials) * size:
@@ -255,8 +255,8 @@ def _returned(state: QueueState, event: ev.Returned) -> None:
 
 
 def _dropped(state: QueueState, event: ev.RowsDropped) -> None:
-    stand = RowState.FILTERED if event.reason.startswith(FILTERED) else RowState.DROPPED
-    state.finish([state.rows[row] for row in event.rows], stand)
+    outcome = RowState.FILTERED if event.reason.startswith(FILTERED) else RowState.DROPPED
+    state.finish([state.rows[row] for row in event.rows], outcome)
 
 
 def _cleared(state: QueueState, event: ev.Cleared) -> None:
@@ -304,21 +304,21 @@ def _uncommit(state: QueueState, partition: PartitionState, theta: int) -> None:
         group = RowGroup(partition.name, partition.purpose, serial, finished.step, finished.window)
         partition.groups[serial] = group
         for sample, letter in enumerate(finished.outcome):
-            stand = STATES[letter]
-            partition.counts[stand] -= 1
-            state.enter(partition, Row(group, sample, 0, RowState.WANTED if stand is RowState.TRAINED else stand))
+            outcome = STATES[letter]
+            partition.counts[outcome] -= 1
+            state.enter(partition, Row(group, sample, 0, RowState.WANTED if outcome is RowState.TRAINED else outcome))
 
 
 def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
     partition = state.partition(event.partition)
     step = partition.gang.step(event.step)
-    begun = {serial: partition.groups[serial] for serial in event.bound}
-    rows = [row for group in begun.values() for row in group.rows if row.state is RowState.LIVE]
+    started = {serial: partition.groups[serial] for serial in event.bound}
+    rows = [row for group in started.values() for row in group.rows if row.state is RowState.LIVE]
     for row in rows:
         partition.move(row, RowState.BOUND)
     for queue in partition.queues.values():
         queue.taken(rows)
-    step.bound.update(begun)
+    step.bound.update(started)
     step.carry.update({row.row: row for row in rows})
     ranks = [list(map(step.carry.pop, rank)) for rank in event.ranks]
     totals = StepTotals(groups=event.groups, samples=event.samples, response_tokens=event.response_tokens)
@@ -393,13 +393,13 @@ def _restore_head(state: QueueState, head: ev.SnapshotHead) -> None:
 
 def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
     if record.name in state.partitions:
-        raise ValueError(f"the partition {record.name} is there")
+        raise ValueError(f"the partition {record.name} exists already")
     partition = state.partition(record.name)
     partition.purpose, partition.schema = record.purpose, dict(record.schema)
     partition.creator, partition.expected, partition.closed = record.creator, record.expected, record.closed
     partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, Counter(record.reasons)
-    if before := record.returned - partition.returned.total():
-        partition.returned[ev.NO_REASON] += before
+    if unnamed := record.returned - partition.returned.total():
+        partition.returned[ev.NO_REASON] += unnamed
     partition.cleared, partition.forgotten = record.cleared, record.forgotten
     partition.attempts, partition.clients = set(record.attempts), dict(record.clients)
     partition.counts.update(dict(zip(STATES.values(), record.ended, strict=True)))
@@ -410,23 +410,23 @@ def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
     partition = state.partition(record.partition)
     if partition.purpose is None:
         raise ValueError(f"the partition {record.partition} has no purpose")
-    for told in record.groups:
-        serial, window = told.serial, VersionWindow(told.oldest, told.newest)
-        if serial in partition.groups or serial in partition.finished or bool(told.outcome) == bool(told.rows):
-            raise ValueError(f"the group {serial} is there, or it has no rows and no outcome, or both")
-        if told.outcome:
-            if not STATES.keys() >= set(told.outcome):
-                raise ValueError(f"{told.outcome} is no outcome")
-            partition.finished[serial] = Finished(told.step, window, told.outcome)
+    for entry in record.groups:
+        serial, window = entry.serial, VersionWindow(entry.oldest, entry.newest)
+        if serial in partition.groups or serial in partition.finished or bool(entry.outcome) == bool(entry.rows):
+            raise ValueError(f"the group {serial} exists already, or has both or none of rows and an outcome")
+        if entry.outcome:
+            if not STATES.keys() >= set(entry.outcome):
+                raise ValueError(f"{entry.outcome} is no outcome")
+            partition.finished[serial] = Finished(entry.step, window, entry.outcome)
             continue
-        group = partition.groups[serial] = RowGroup(record.partition, partition.purpose, serial, told.step, window)
-        group.instead_of = told.instead_of
-        for sample, row in enumerate(told.rows):
-            stand = RowState(row.state)
+        group = partition.groups[serial] = RowGroup(record.partition, partition.purpose, serial, entry.step, window)
+        group.instead_of = entry.instead_of
+        for sample, row in enumerate(entry.rows):
+            row_state = RowState(row.state)
             work = {task: TaskWork(attempt, 0, done, holder) for task, attempt, done, holder in row.works}
-            made = Row(group, sample, row.row, stand, work=work, moved=row.moved, lost=row.lost)
-            if stand.final:
-                partition.counts[stand] -= 1
+            made = Row(group, sample, row.row, row_state, work=work, moved=row.moved, lost=row.lost)
+            if row_state.final:
+                partition.counts[row_state] -= 1
             state.enter(partition, made)
 
 

@@ -1,8 +1,8 @@
-"""Claims: parked until rows are ready, met with a lease, ended by completion, return, expiry or the holder's death.
+"""Claims, which wait for rows, and leases, which end by completion, return, expiry or the death of their holder.
 
-Invariants: a claim that can be met is never left parked after ``serve``; claims whose version suits a row come before
-those that would have to load another; no claim mixes rows of both kinds; only the lease in force can change a row; what
-a claim or slot is told of its rows is what they are now.
+Invariants: ``serve`` leaves no claim parked that it can grant. Claims whose version suits a row come before claims
+that would have to load another version. No claim mixes rows of both kinds. Only the lease in force can change a row. A
+claim or slot describes its rows as they are now.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id
 
 _REASON: Final = 200
-"""Characters of a reason for which rows are given back that are kept."""
+"""Characters that are kept of the reason for returning rows."""
 
 
 class Claims:
     """The claims and leases of all tasks.
 
-    Since the controller started: expiries: of leases; timeouts: those of holders that live; redeliveries: of rows;
-    fenced: writes refused because their lease had ended.
+    Counts since the controller started: expiries: ended leases; timeouts: those whose holder lives; redeliveries: rows
+    leased again; fenced: writes refused because their lease had ended.
     """
 
     def __init__(self, state: QueueState) -> None:
@@ -41,12 +41,12 @@ class Claims:
         self._epoch = 0
 
     def start(self, now: float) -> None:
-        """Begin to grant leases, in the present epoch, which no other controller has."""
+        """Start to grant leases in the current epoch, which no other controller has."""
         self._epoch = self._state.epoch
         self.extend_all(now)
 
     def extend_all(self, now: float) -> None:
-        """Extend every lease in force by its full time from now on."""
+        """Restart the full time of every lease in force."""
         for lease in self._state.leases:
             self._extend(lease, now)
 
@@ -55,19 +55,19 @@ class Claims:
         return {task: len(claims) for task, claims in self._parked.items()}
 
     def park(self, claim: ClaimRows) -> None:
-        """Park ``claim`` until there are rows; the next ``serve`` may meet it. Refused for a gang's task."""
+        """Park ``claim`` until there are rows; the next ``serve`` may grant it. Refused for the task of a gang."""
         self._queue(claim)
         self._parked.setdefault((claim.partition, claim.task), {})[claim] = None
 
     def withdraw(self, claim: ClaimRows) -> None:
-        """Take ``claim`` away from those that wait."""
+        """Remove ``claim`` from the parked claims."""
         claims = self._parked.get((claim.partition, claim.task), {})
         claims.pop(claim, None)
         if not claims:
             self._parked.pop((claim.partition, claim.task), None)
 
     def serve(self, now: float) -> list[tuple[ClaimRows, list[LeasedRow]]]:
-        """Meet the claims that can be met in the partitions that have changed; return each with its rows."""
+        """Grant the claims that can be granted in the changed partitions; return each with its rows."""
         grants: list[tuple[ClaimRows, list[LeasedRow]]] = []
         for (partition, task), claims in list(self._parked.items()):
             queue = self._state.partition(partition).queues.get(task) if partition in self._state.changed else None
@@ -81,7 +81,7 @@ class Claims:
         return grants
 
     def grant(self, claim: ClaimRows, now: float) -> list[LeasedRow]:
-        """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
+        """Grant ``claim`` if that is possible now. Call ``serve`` first: parked claims have precedence."""
         queue = self._queue(claim)
         if queue is None:
             return []
@@ -91,7 +91,7 @@ class Claims:
     def _queue(self, claim: ClaimRows) -> TaskQueue | None:
         queue = self._state.partition(claim.partition).task(claim.task)
         if queue is not None and queue.spec.kind == "gang":
-            hint = "A trainer asks for slots"
+            hint = "A trainer requests slots"
             raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
         return queue
 
@@ -114,7 +114,7 @@ class Claims:
         return leased
 
     def _take(self, queue: TaskQueue, claim: ClaimRows, *, exact: bool) -> list[Row]:
-        """Return the rows that the claim gets, taken out of the index."""
+        """Return the rows for the claim, and remove them from the index."""
         versions = VersionFilter(claim.version, tuple(claim.accept))
         fits = versions.suits if exact else versions.accepts
         if queue.by_group or claim.max_groups is not None:
@@ -124,7 +124,7 @@ class Claims:
         return cast("list[Row]", queue.index.take(fits, claim.max_rows))
 
     def _choose(self, queue: TaskQueue, claim: ClaimRows, fits: Callable[[VersionWindow], bool]) -> list[Row]:
-        """Return rows, or those of whole groups, in order, up to the first that would be too much."""
+        """Return rows, or the rows of whole groups, in order, and stop before the limits of the claim are exceeded."""
         each = queue.index.each(fits)
         if queue.by_group:
             ready = (queue.open_rows(cast("RowGroup", group)) for group in islice(each, claim.max_groups))
@@ -147,7 +147,7 @@ class Claims:
         return found if found is not None and found.holder == holder else None
 
     def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
-        """Complete those of ``rows`` that the lease holds, or has completed already; False for the others."""
+        """Complete the rows that the lease holds; return True for them and those it has completed, False for others."""
         number, _ = parse_lease(lease)
         held = self.held(lease, rows)
         if held:
@@ -158,20 +158,20 @@ class Claims:
         return admitted
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str | None) -> list[bool]:
-        """Return those of ``rows`` that the lease holds, unless ``reason`` is None; False for the others."""
+        """Return the rows that the lease holds to the queue, unless ``reason`` is None; return False for other rows."""
         held = self.held(lease, rows)
         if held and reason is not None:
             self._state.record(ev.Returned(parse_lease(lease)[0], held, reason[:_REASON]))
         return [row in set(held) for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
-        """Drop for ever those of ``rows`` that the lease holds; False for the others."""
+        """Drop the rows that the lease holds permanently; return False for other rows."""
         if held := self.held(lease, rows):
             self._state.record(ev.RowsDropped(self._state.rows[held[0]].group.partition, held, reason))
         return [row in set(held) for row in rows]
 
     def renew(self, leases: Sequence[str], now: float) -> list[str]:
-        """Begin the time of ``leases`` anew; return those that are in force."""
+        """Restart the time of ``leases``; return those that are in force."""
         known = [(name, lease) for name in leases if (lease := self.holder(name)) is not None]
         for _, lease in known:
             self._extend(lease, now)
@@ -182,7 +182,7 @@ class Claims:
         return sum(self._end(lease, "expired") for lease in self._state.leases.due(now))
 
     def abandon(self, worker: str, ticket: str) -> None:
-        """End the lease, if any, of a claim for which nobody waits any more."""
+        """End the lease, if any, of a claim whose caller no longer waits."""
         if (lease := self._state.leases.of_ticket(worker, ticket)) is not None:
             self._state.record(ev.Returned(lease.id, list(lease.rows), "abandoned"))
 
@@ -194,7 +194,7 @@ class Claims:
             self._end(lease, "worker lost")
 
     def ended(self, claim: ClaimRows) -> bool:
-        """Tell whether nothing will ever come for ``claim``; see ``ClaimRows.until_done``. Raises Misdirected."""
+        """Return whether no row will ever come for ``claim``; see ``ClaimRows.until_done``. Raises Misdirected."""
         partition = self._state.partition(claim.partition)
         queue = partition.task(claim.task)
         if not partition.ended(claim.task):
@@ -217,20 +217,20 @@ class Claims:
         self._state.leases.extend(lease, until=now + queue.spec.lease_s)
 
     def held(self, name: str, rows: Sequence[int]) -> list[int]:
-        """Return those of ``rows`` that the lease holds, each once."""
+        """Return those of ``rows`` that the lease holds, without duplicates."""
         lease = self.holder(name)
         return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
 
     def completed(self, lease: str, rows: Sequence[int]) -> set[int]:
-        """Return those of ``rows`` that the lease has completed, and were perhaps cleared with that."""
+        """Return those of ``rows`` that the lease has completed, including rows that this cleared."""
         done, known = parse_lease(lease), self._state.rows
-        there = [row for number in rows if (row := known.get(number)) is not None]
-        found = {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
+        known_rows = [row for number in rows if (row := known.get(number)) is not None]
+        found = {row.row for row in known_rows if any((work.done, work.holder) == done for work in row.work.values())}
         return found | set(rows) - known.keys() if done[0] in self._state.leases.completed else found
 
 
 def leased_rows(rows: Sequence[Row], lease: Lease | None = None, *, now: float = 0.0) -> list[LeasedRow]:
-    """Describe ``rows``: those that ``lease`` holds, or that a rank trains in a slot."""
+    """Describe ``rows`` that ``lease`` holds or, without a lease, that a rank trains in a slot."""
     name, until = (lease.name, lease.until - now) if lease is not None else ("", 0.0)
     return [
         LeasedRow(
@@ -247,7 +247,7 @@ def leased_rows(rows: Sequence[Row], lease: Lease | None = None, *, now: float =
 
 
 def _of_groups(rows: Iterable[Row], *, most: int, groups: int | None) -> list[Row]:
-    """Return the first rows, at most ``most``, up to the first that would be of one group too many."""
+    """Return the first rows, at most ``most`` and of at most ``groups`` groups."""
     taken: list[Row] = []
     serials: set[int] = set()
     for row in islice(rows, most):

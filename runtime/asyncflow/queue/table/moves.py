@@ -1,11 +1,11 @@
-"""Where rows and tasks go: rows that move from a unit that drains to others, and the controller of a new task.
+"""Placement of rows and tasks: rows that move away from a draining unit, and the controller of a new task.
 
-A row moves in one step: when the unit that took it over has told of it, and if its *ticket* still holds. Tickets are
-those of the last order that the unit which drains was given; so once it asks again, whatever it sent before comes too
-late, and it may let the rows that did not move be written to.
+A row moves in one step: when the unit that took it over reports it, if its *ticket* is still valid. Only the ticket of
+the last order given to the draining unit is valid. So once that unit has requested the next order, no earlier order
+takes effect, and it may accept writes to the rows that did not move.
 
-Invariants: a row lies at one place at any time, and changes it only here; the rows of a group go together; no ticket
-outlives its controller; tasks that end rows, by training or clearing them, are the first controller's.
+Invariants: a row is at one location at any time, and only this module changes it. The rows of a group move together. No
+ticket outlives its controller. Tasks that end rows, by training or clearing them, belong to the first controller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TICKET_BITS = 40
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A unit to which rows may go. rows: that it holds; free: bytes."""
+    """A unit that can take rows. rows: number of rows that it holds; free: its free bytes."""
 
     rows: int
     free: int
@@ -38,14 +38,14 @@ class RowMoves:
     def __init__(self, state: QueueState) -> None:
         self._state = state
         self._tickets: dict[int, int] = {}
-        self._given = 0
+        self._last_ticket = 0
 
     def start(self) -> None:
-        """Begin to give tickets, in the present epoch, which no other controller has."""
-        self._given = self._state.epoch << _TICKET_BITS
+        """Start to issue tickets in the current epoch, which no other controller has."""
+        self._last_ticket = self._state.epoch << _TICKET_BITS
 
     def drain(self, unit: int, incarnation: str = "") -> bool:
-        """Drain a unit; False where it drains already. Refused where there is no such (incarnation of a) unit."""
+        """Drain a unit; return False if it already drains. Raises Refused if no such unit, or incarnation, exists."""
         known = self._state.units.get(unit)
         if known is None or incarnation not in ("", known.incarnation):
             hint = f"There are {', '.join(map(str, sorted(self._state.units))) or 'none'}"
@@ -56,35 +56,35 @@ class RowMoves:
         return True
 
     def where(self, numbers: Sequence[int]) -> list[int]:
-        """Return the unit of each row, NOWHERE for one that is not there."""
+        """Return the unit of each row, NOWHERE for a row that does not exist."""
         rows = self._state.rows
         return [row.unit if (row := rows.get(number)) is not None else NOWHERE for number in numbers]
 
     def next_order(self, ask: AskMove, rooms: Mapping[int, Room]) -> MoveOrder:
-        """Return what the unit that asks moves next, with groups whole; what it was told before is void.
+        """Return the next rows that the requesting unit moves, in whole groups; this voids its previous order.
 
-        rooms: the units that take rows, none of which gets more than it has when all have the same.
+        rooms: the units that take rows. No unit gets more rows than an equal distribution would give it.
         """
-        location, there = ask.session.location, self._state.rows
+        location, rows_by_id = ask.session.location, self._state.rows
         self._tickets.pop(location, None)
-        known = [there.get(number) for number in ask.rows]
-        mine = [row for row in known if row is not None and row.location == location]
+        known = [rows_by_id.get(number) for number in ask.rows]
+        own = [row for row in known if row is not None and row.location == location]
         gone = [number for number, row in zip(ask.rows, known, strict=True) if row is None or row.location != location]
         alone = not any(unit.epoch not in self._state.leaving for unit in self._state.units.values())
         unit = choose(rooms, nbytes=ask.nbytes, but=ask.but)
-        if not mine or unit == NOWHERE:
-            over = not ask.rows and not any(row.location == location for row in there.values())
+        if not own or unit == NOWHERE:
+            over = not ask.rows and not any(row.location == location for row in rows_by_id.values())
             return MoveOrder(0, unit, [], gone, over=over, alone=alone)
-        self._given += 1
-        self._tickets[location] = self._given
+        self._last_ticket += 1
+        self._tickets[location] = self._last_ticket
         level = -(-(ask.held + sum(room.rows for room in rooms.values())) // len(rooms))
         most = max(1, level - rooms[unit].rows)
-        whole = (each for row in mine[:most] for each in row.group.rows)
-        rows = dict.fromkeys(each.row for each in whole if there.get(each.row) is each)
-        return MoveOrder(self._given, unit, list(rows), gone, alone=alone)
+        whole = (each for row in own[:most] for each in row.group.rows)
+        rows = dict.fromkeys(each.row for each in whole if rows_by_id.get(each.row) is each)
+        return MoveOrder(self._last_ticket, unit, list(rows), gone, alone=alone)
 
     def take(self, to: int, entry: MovedRows) -> list[bool]:
-        """Move rows to location ``to``, if the ticket holds; return which lie there now."""
+        """Move rows to location ``to`` if the ticket is valid; return which of them are now there."""
         rows = [self._state.rows.get(number) for number in entry.rows]
         if entry.ticket == self._tickets.get(entry.source):
             moving = [row.row for row in rows if row is not None and row.location == entry.source]
@@ -94,23 +94,23 @@ class RowMoves:
 
 
 def choose(rooms: Mapping[int, Room], *, nbytes: int, but: int = NOWHERE) -> int:
-    """Return the unit with the fewest rows, of those with room for ``nbytes`` if there are such; NOWHERE for none."""
+    """Return the unit with the fewest rows, preferring units with ``nbytes`` free; NOWHERE if ``rooms`` is empty."""
     others = {unit: room for unit, room in rooms.items() if unit != but} or rooms
     fitting = {unit: room for unit, room in others.items() if room.free >= nbytes} or others
     return min(fitting, key=lambda unit: (fitting[unit].rows, unit), default=NOWHERE)
 
 
 def ends_rows(spec: TaskSpec) -> bool:
-    """Tell whether the task ends rows."""
+    """Return whether the task ends rows."""
     return spec.kind == "gang" or spec.clears
 
 
 def place(state: QueueState, spec: TaskSpec, controllers: int) -> int:
-    """Return the controller for a new task; the primary only where it has fewer tasks than all others."""
+    """Return the controller for a new task; the primary only if it has fewer tasks than each other controller."""
     if controllers == 1 or ends_rows(spec):
         return 0
     tasks: Counter[int] = Counter()
     for partition in state.partitions.values():
         tasks[0] += len(partition.queues)
-        tasks.update(there.controller for there in partition.elsewhere.values())
+        tasks.update(remote.controller for remote in partition.elsewhere.values())
     return min(range(controllers), key=lambda index: (tasks[index], index == 0, index))

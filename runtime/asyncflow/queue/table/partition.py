@@ -1,16 +1,16 @@
-"""One partition: its groups and their outcomes, its tasks, the trainer's steps, the serials that were used, and counts.
+"""One partition: its groups and their outcomes, its tasks, the trainer's steps, the used serials, and counts.
 
-A trainer's step binds groups whole when the first of their rows goes into a slot; rows that did not fit wait in
-``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
+A trainer's step binds a whole group when the first of its rows enters a slot; rows that do not fit wait in
+``Step.carry`` for the next slot. A slot is decided once and stored, so that every rank gets the same one.
 
-A serial numbers a group: its upper bits are the number of the client that put the group, the lower ``SERIAL_BITS`` the
-client's own count. A client is known by a name that nobody else has, and gets a number of its own with its first put. 0
-is the creator of a job's partition, who gives serials itself. Clients count on, so what one of them has used is nearly
+A serial numbers a group: its upper bits are the number of the client that put the group, the lower ``SERIAL_BITS`` are
+the client's own count. A client has a unique name, and its first put assigns it a number. Number 0 is the creator of a
+job's partition, who assigns serials itself. Clients count without gaps, so the serials that one has used are nearly
 always one span, whatever became of the rows.
 
-Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts`` and
-``wanted`` always agree with the states of the rows; a group is bound to its own step only, and keeps that from then on;
-no row is in two slots; a serial that was used is never taken for new, nor one that was not for used.
+Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group. ``counts`` and
+``wanted`` always agree with the states of the rows. A group is bound only to its own step, which then cannot change. No
+row is in two slots. A used serial never counts as new, and an unused one never counts as used.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from asyncflow.queue.table.state import LETTERS, Finished, Row, RowGroup, RowSta
 
 
 class PartitionState:
-    """Everything about one partition.
+    """The state of one partition.
 
-    schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator;
-    clients: their numbers; used: the serials that exist or are ``skipped``; finished: outcomes of groups by serial;
-    keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were, of which ``forgotten`` with the partition as
-    a whole; expected: how many rows were announced; closed: the last step of a run, 0 where an open partition gets no
-    more rows, None while more may come; resets, peeked, returned: rows that were taken from a task, looked at, and
-    taken out of leases undone, by reason; elsewhere: tasks of other controllers; attempts: of the gang, that began.
+    schema: dtypes by column; revision: number of changes of ``wanted``; creator: newest attempt of its creator;
+    clients: numbers by client; used: serials that exist or are ``skipped``; finished: outcomes of groups by serial;
+    keys: rows by their tag ``KEY_TAG``; cleared: number of former open rows, of which ``forgotten`` up to the last
+    clear of the whole partition; expected: announced number of rows; closed: last step of a run, 0 if an open partition
+    gets no more rows, None while more may come; resets, peeked: numbers of rows that were reset or shown; returned:
+    number of rows whose lease ended undone, by reason; elsewhere: tasks of other controllers; attempts: started
+    attempts of the gang.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,14 +72,14 @@ class PartitionState:
         return next((queue for queue in self.queues.values() if queue.spec.kind == "gang"), None)
 
     def task(self, name: str) -> TaskQueue | None:
-        """Return the queue of a task, None if it is not known. Raises Misdirected for one of another controller."""
+        """Return the queue of a task, None if it is unknown. Raises Misdirected for a task of another controller."""
         queue = self.queues.get(name)
-        if queue is None and (there := self.elsewhere.get(name)) is not None:
-            raise Misdirected.at(there.controller, f"the task {self.name}/{name} is not decided about here")
+        if queue is None and (remote := self.elsewhere.get(name)) is not None:
+            raise Misdirected.at(remote.controller, f"another controller decides about the task {self.name}/{name}")
         return queue
 
     def known_task(self, name: str) -> TaskQueue:
-        """Return the queue of a task. Raises Refused where there is none, and what ``task`` does."""
+        """Return the queue of a task. Raises Refused if there is none, and Misdirected as ``task`` does."""
         queue = self.task(name)
         if queue is None:
             known = ", ".join(sorted(self.queues)) or "none"
@@ -86,33 +87,33 @@ class PartitionState:
         return queue
 
     def check_creator(self, attempt: int) -> None:
-        """Refuse a creator of whom a newer attempt has taken over."""
+        """Refuse an attempt of the creator after a newer attempt has taken over."""
         if attempt < self.creator:
-            hint = "A newer attempt of it creates; this one must end"
-            raise Fenced(f"creator attempt {attempt} is over, {self.creator} has begun", where=self.name, hint=hint)
+            hint = "A newer attempt of the creator runs; this one must end"
+            raise Fenced(f"creator attempt {attempt} is over, {self.creator} has started", where=self.name, hint=hint)
 
     def check_purpose(self, purpose: Purpose) -> None:
-        """Refuse rows of a purpose that the partition has not."""
+        """Refuse rows of another purpose than the partition's."""
         if self.purpose not in (None, purpose):
-            hint = "Use a partition of its own"
+            hint = "Use another partition for them"
             raise Refused(f"the partition is for {self.purpose}, not {purpose}", where=self.name, hint=hint)
 
     @property
     def complete(self) -> bool:
-        """True once no more rows come: it is closed, or an open one has as many rows as were announced."""
+        """True if no more rows come: it is closed, or it is open and has as many rows as were announced."""
         if self.closed is not None or self.expected is None or self.purpose not in (None, "open"):
             return self.closed is not None
         return self.counts.total() + self.cleared - self.forgotten >= self.expected
 
     def ended(self, task: str) -> bool:
-        """Tell whether it is complete and has nothing for ``task`` that is not done or in somebody's hands."""
+        """Return whether it is complete and all of its rows are leased or done by ``task``."""
         if not self.complete or self.wanted or any(step > (self.closed or 0) for step in self.gang.steps):
             return False
         queue = self.queues.get(task)
         return self.counts[RowState.LIVE] == (queue.busy if queue is not None else 0)
 
     def emptied(self) -> PartitionState:
-        """Return the partition without any row: its tasks, its creator, the serials used and what was counted stay."""
+        """Return the partition without any row; its tasks, creator, used serials and counts stay."""
         fresh = PartitionState(self.name)
         fresh.revision, fresh.creator = self.revision + 1, self.creator
         fresh.resets, fresh.peeked = self.resets, self.peeked
@@ -140,16 +141,16 @@ class PartitionState:
             queue.refresh(group)
 
     def changed(self, rows: Sequence[Row], columns: Iterable[str]) -> None:
-        """Take rows into the indexes of those tasks that need one of the columns that they got."""
+        """Update the indexes of the tasks that need one of the ``columns`` that were added to rows."""
         for queue in self.queues.values():
             if not queue.needs.isdisjoint(columns):
                 queue.freed(rows)
 
     def enter(self, row: Row) -> None:
-        """Add ``row`` to its group, in place of the wanted one of that sample if there is one."""
+        """Add ``row`` to its group; it replaces an existing row of that sample."""
         rows = row.group.rows
         if row.sample < len(rows):
-            self.unname(rows[row.sample])
+            self.remove_key(rows[row.sample])
             self._count(rows[row.sample], -1)
             rows[row.sample] = row
         else:
@@ -164,7 +165,7 @@ class PartitionState:
             self._count(row, 1)
 
     def _count(self, row: Row, change: int) -> None:
-        """Count a row that came or went."""
+        """Add ``change`` to the counts for a row."""
         self.counts[row.state] += change
         if row.state is RowState.WANTED:
             self.revision += 1
@@ -177,9 +178,9 @@ class PartitionState:
                 self.queues[task].busy += change * work.busy
 
     def settle(self, group: RowGroup) -> None:
-        """Bring the indexes up to date; keep only the outcome of a group that is finished, of open ones not even that.
+        """Update the indexes. Keep only the outcome of a finished group, and nothing of a finished group of open rows.
 
-        The group lets go of its rows then: they name it, and would otherwise keep each other.
+        The finished group drops its rows, because they refer to it and the cycle would keep both in memory.
         """
         if not all(row.state.final for row in group.rows):
             self.refresh(group)
@@ -192,14 +193,14 @@ class PartitionState:
             self.finished[group.serial] = Finished(group.step, group.window, outcome)
         group.rows = []
 
-    def name_rows(self, rows: Iterable[Row]) -> None:
-        """Take note of the keys of open rows."""
+    def add_keys(self, rows: Iterable[Row]) -> None:
+        """Note the keys of open rows."""
         for row in rows:
             if isinstance(key := row.tags.get(KEY_TAG), str):
                 self.keys[key] = row
 
-    def unname(self, row: Row) -> None:
-        """Forget the key of a row that goes."""
+    def remove_key(self, row: Row) -> None:
+        """Forget the key of a row that ends or is replaced."""
         key = row.tags.get(KEY_TAG)
         if isinstance(key, str) and self.keys.get(key) is row:
             del self.keys[key]
@@ -207,7 +208,7 @@ class PartitionState:
 
 @dataclass(slots=True)
 class Decision:
-    """A slot: the rows of each rank, by key; totals: of the step so far."""
+    """A slot: the rows of each rank; totals: of the step up to this slot."""
 
     ranks: list[list[Row]]
     last: bool
@@ -216,9 +217,9 @@ class Decision:
 
 @dataclass(slots=True)
 class Step:
-    """D_step on its way through the trainer.
+    """The progress of D_step through the trainer.
 
-    groups, size: as it was opened; bound: by serial, in order of binding; carry: by id, what no slot has had.
+    groups, size: as declared; bound: groups by serial, in order of binding; carry: bound rows that are in no slot yet.
     """
 
     number: int
@@ -231,7 +232,7 @@ class Step:
 
     @property
     def exhausted(self) -> bool:
-        """Its last slot was decided."""
+        """True if its last slot was decided."""
         return bool(self.slots) and self.slots[-1].last
 
     @property
@@ -240,7 +241,7 @@ class Step:
         return self.slots[-1].totals if self.slots else StepTotals()
 
     def loads(self, world: int, spec: TaskSpec) -> list[int]:
-        """Return the weight of what each rank has had so far."""
+        """Return the total weight of the rows that each rank got so far."""
         return [
             sum([weight_of(slot.ranks[rank], shared=spec.shared_tokens) for slot in self.slots])
             for rank in range(world)
@@ -256,8 +257,8 @@ class Step:
 class Gang:
     """The trainer of one partition.
 
-    attempt: -1 before the first ``begin``; theta: the step of the weights it began with; world: its number of ranks;
-    committed: the newest step that a checkpoint holds.
+    attempt: -1 before the first ``begin``; theta: step of the weights that it started with; world: number of ranks;
+    committed: the newest step that a checkpoint contains.
     """
 
     def __init__(self) -> None:
@@ -268,7 +269,7 @@ class Gang:
         self.steps: dict[int, Step] = {}
 
     def step(self, number: int) -> Step:
-        """Return D_number, which is known from now on."""
+        """Return D_number, adding it if it is unknown."""
         if number not in self.steps:
             self.steps[number] = Step(number)
         return self.steps[number]
@@ -280,15 +281,15 @@ class Gang:
         return max((step.number for step in finished), default=self.committed)
 
     def check_attempt(self, attempt: int, *, where: str) -> None:
-        """Refuse a trainer that is not the one which began last."""
+        """Refuse a trainer attempt that is not the one started last."""
         if attempt < self.attempt:
             hint = "A newer attempt of the trainer runs; this one must end"
-            raise Fenced(f"trainer attempt {attempt} is over, {self.attempt} has begun", where=where, hint=hint)
+            raise Fenced(f"trainer attempt {attempt} is over, {self.attempt} has started", where=where, hint=hint)
         if attempt > self.attempt:
-            raise Refused(f"trainer attempt {attempt} has not begun", where=where, hint="Call begin first")
+            raise Refused(f"trainer attempt {attempt} has not started", where=where, hint="Call begin first")
 
     def check_contained(self, step: int, *, where: str) -> None:
-        """Refuse weights that hold steps of which the ledger does not know that all their rows were in slots."""
+        """Refuse weights that contain a step whose rows, according to the ledger, were not all in slots."""
         for number in range(self.committed + 1, step + 1):
             known = self.steps.get(number)
             if known is None or not known.exhausted:
@@ -299,7 +300,7 @@ class Gang:
                 )
 
     def check_slot(self, step: int, slot: int, rank: int, *, where: str) -> Decision | None:
-        """Return the slot if it was decided; refuse one that cannot be the next to decide."""
+        """Return the slot if it was decided; refuse one that cannot be decided next."""
         self.check_rank(rank, where=where)
         known = self.steps.get(step)
         slots = known.slots if known else []
@@ -307,7 +308,7 @@ class Gang:
             return slots[slot]
         before = self.steps.get(step - 1)
         if step <= self.committed or not (step == self.committed + 1 or (before and before.exhausted)):
-            hint = f"Steps go one after another, and {self.committed} are committed"
+            hint = f"Steps are trained in order, and the last committed step is {self.committed}"
             raise Refused(f"step {step} cannot be trained now", where=where, hint=hint)
         if slot != len(slots) or (known and known.exhausted):
             hint = (
@@ -323,7 +324,7 @@ class Gang:
 
 
 class Serials:
-    """The serials that were used, as spans: sorted, and no two of them touch."""
+    """The serials that were used, as sorted spans with gaps between them."""
 
     def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
@@ -342,24 +343,24 @@ class Serials:
         return zip(self._firsts, self._ends, strict=True)
 
     def overlaps(self, first: int, end: int) -> bool:
-        """Tell whether one of the serials from ``first`` up to ``end`` was used."""
+        """Return whether one of the serials from ``first`` up to ``end`` was used."""
         at = bisect_right(self._ends, first)
         return at < len(self._firsts) and self._firsts[at] < end
 
     def add(self, first: int, end: int) -> None:
-        """Note that these serials are used: one span with those that it touches."""
+        """Mark serials as used, and merge the spans that they touch."""
         low, high = bisect_left(self._ends, first), bisect_right(self._firsts, end)
         if low < high:
             first, end = min(first, self._firsts[low]), max(end, self._ends[high - 1])
         self._firsts[low:high], self._ends[low:high] = [first], [end]
 
     def next(self) -> int:
-        """Return the serial above all that the creator who gives serials itself has used."""
+        """Return the serial after the highest one that the creator of a job's partition has used."""
         own = bisect_left(self._firsts, 1 << SERIAL_BITS)
         return self._ends[own - 1] if own else 0
 
     def missing(self) -> list[int]:
-        """Return the serials below ``next`` that were not used; in training they say which prompt is next."""
+        """Return the unused serials below ``next``; in training they determine the next prompts."""
         own = bisect_left(self._firsts, 1 << SERIAL_BITS)
         gaps = zip([0, *self._ends[:own]], self._firsts[:own], strict=False)
         return [serial for end, first in gaps for serial in range(end, first)]

@@ -1,11 +1,10 @@
-"""Readiness: the rows or groups that a task can have now.
+"""Readiness: the rows or groups that a task can claim now.
 
-A row is ready for a task when it lives, has every column that the task needs, and the task neither holds it nor has
-completed it. A group is ready when at least one of its rows is and none stands in the way: every other one is done or
-final.
+A row is ready for a task if it is live, has every column that the task needs, and the task has neither leased nor
+completed it. A group is ready if at least one of its rows is ready and every other row is done or final.
 
-Invariant: after ``refresh(group)`` the index agrees with the rows of that group. What changes often has a shorter way
-to the same end: ``freed`` and ``taken``.
+Invariant: after ``refresh(group)`` the index agrees with the rows of that group. ``freed`` and ``taken`` are shorter
+ways to the same result for frequent changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from asyncflow.queue.table.state import IDLE, Row, RowGroup, RowState
 class TaskQueue:
     """The rows or groups that are ready for one task.
 
-    by_group: whole groups only; leased: rows that it holds; busy: living rows that it holds or has completed.
+    by_group: only whole groups are ready; leased: number of leased rows; busy: number of live rows leased or completed.
     """
 
     def __init__(self, spec: TaskSpec) -> None:
@@ -36,19 +35,19 @@ class TaskQueue:
         self.busy = 0
 
     def suits(self, row: Row) -> bool:
-        """Tell whether ``row`` has all columns that the task needs."""
+        """Return whether ``row`` has all columns that the task needs."""
         return self.needs <= row.columns.keys()
 
     def has_ready(self, row: Row) -> bool:
-        """Tell whether ``row`` is ready on its own."""
+        """Return whether ``row`` is ready, regardless of its group."""
         return row.state is RowState.LIVE and not row.work.get(self.spec.name, IDLE).busy and self.suits(row)
 
     def open_rows(self, group: RowGroup) -> list[Row]:
-        """Return the rows of ``group`` that are ready on their own, by sample."""
+        """Return the rows of ``group`` that are ready, by sample."""
         return [row for row in group.rows if self.has_ready(row)]
 
     def refresh(self, group: RowGroup) -> None:
-        """Make the index agree with ``group``."""
+        """Update the index for ``group``."""
         if not self.by_group:
             self.index.discard_all([row for row in group.rows if not self.has_ready(row)])
             self.freed(group.rows)
@@ -61,7 +60,7 @@ class TaskQueue:
             self.index.discard(group)
 
     def freed(self, rows: Sequence[Row]) -> None:
-        """Note that ``rows`` or their columns came to be there for this task."""
+        """Note that ``rows``, or their columns, became available to this task."""
         if self.by_group:
             for group in dict.fromkeys([row.group for row in rows]):
                 self.refresh(group)
@@ -71,7 +70,7 @@ class TaskQueue:
             self.index.extend(list(alike), window=window, order=order)
 
     def taken(self, rows: Sequence[Row]) -> None:
-        """Note that ``rows`` are not ready any more: they are held or gone, and with them their groups' readiness."""
+        """Note that ``rows``, which were leased or ended, are no longer ready, and neither are their groups."""
         self.index.discard_all({row.group for row in rows} if self.by_group else rows)
 
     def _place(self, group: RowGroup, row: Row | None = None) -> tuple[VersionWindow, tuple[int, ...]]:
@@ -84,5 +83,5 @@ class TaskQueue:
         return window, self._selection.rank(ReadyItem(group.step, group.serial, sample, version, tokens))
 
     def _is_over(self, row: Row) -> bool:
-        """Tell whether nothing more happens to ``row`` here: it is done or final."""
+        """Return whether this task is finished with ``row``, which is done or final."""
         return row.state.final or (row.state is RowState.LIVE and row.work.get(self.spec.name, IDLE).done > 0)

@@ -1,13 +1,13 @@
-"""Rows of the first controller in the state of others: the changes that it tells them, and snapshots.
+"""Copies of the first controller's rows in the states of replica controllers: a feed of changes, and snapshots.
 
-Events of the ledger are told as they are, but for those that concern leases alone; what units told of cells, which no
-ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. The last items are kept, encoded; who is
-too far behind takes a snapshot, restores it into a state of its own, a draft, and ``install``s that with the leases and
-the work of its own tasks.
+The feed contains the ledger's events, except those that concern only leases, and ``RowsHeld`` for the cells that units
+reported, which no ledger contains. A position in the feed is a number that counts its items. The feed keeps the last
+items, encoded. A replica that is too far behind gets a snapshot, restores it into a separate state, the draft, and
+``install``s the draft together with the leases and the work of its own tasks.
 
-Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
-after its position, give the rows of now; what is kept has at most ``limit`` bytes. Rows come and end by what was told
-alone; what a task has done with a row that is still there survives every snapshot; a lease holds no row that is gone.
+Invariants: the items between two positions are all changes of rows between them, in order. A snapshot and the items
+after its position give the current rows. The kept items have at most ``limit`` bytes. In a replica, only the feed adds
+and ends rows; the work of a task on a row that still exists survives every snapshot; a lease holds only existing rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SILENT = (
     ev.TaskReset,
     ev.Peeked,
 )
-"""Events that say nothing of rows; but a completion that clears does, for which ``RowsCleared`` is told."""
+"""Events without changes of rows. The feed sends ``RowsCleared`` for a completion that clears its rows."""
 
 
 class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
@@ -51,7 +51,7 @@ class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
 
 
 class WorkerLost(Struct, frozen=True, array_like=True, tag="worker"):
-    """A worker is dead: its leases and claims end, which the follower sees to."""
+    """A dead worker, whose leases and claims each replica ends."""
 
     worker: str
 
@@ -63,24 +63,24 @@ _decode: Callable[[Buffer], Change] = msgspec.msgpack.Decoder(Change).decode
 
 
 def decode(encoded: Buffer) -> Change:
-    """Return the item that ``encode`` was given. LedgerCorrupt for anything else."""
+    """Decode an item that ``encode`` encoded. Raises LedgerCorrupt for anything else."""
     try:
         return _decode(encoded)
     except MALFORMED as wrong:
-        raise LedgerCorrupt(f"what was told of rows is none: {wrong}", where="feed") from wrong
+        raise LedgerCorrupt(f"a change in the feed cannot be decoded: {wrong}", where="feed") from wrong
 
 
 FEED = "\0feed"
-"""Stands in ``QueueState.changed`` where a partition does: the feed has something new, or may have after the others."""
+"""An entry of ``QueueState.changed``, where partitions are listed, for new items or possible changes in the feed."""
 
 _LIMIT = 64 << 20
 _MOST = MAX_MESSAGE - (1 << 20)
-"""Bytes of a snapshot: a row is about 90 with one column, 170 with four and three tags."""
+"""Bytes of a snapshot: a row has about 90 with one column, 170 with four columns and three tags."""
 _ROWS = 5_000
 
 
 class ChangeFeed:
-    """The changes of a primary's rows, for its replicas. limit: bytes of items that are kept."""
+    """The changes of a primary's rows, for its replicas. limit: total bytes of the kept items."""
 
     def __init__(self, state: QueueState, *, limit: int = _LIMIT) -> None:
         self._state = state
@@ -91,12 +91,12 @@ class ChangeFeed:
         self.position = 0
 
     def start(self) -> None:
-        """Begin to tell, in the present epoch."""
+        """Start to record changes, in the current epoch."""
         self.epoch = self._state.epoch
         self._state.observer = self.happens
 
     def happens(self, event: ev.Event) -> None:
-        """Tell of an event that is about to happen."""
+        """Add an event that is about to be applied, if it concerns rows."""
         if isinstance(event, ev.Completed) and (lease := self._state.leases.get(event.lease)) is not None:
             partition = self._state.partitions[lease.partition]
             if partition.queues[lease.task].spec.clears and partition.purpose == "open":
@@ -105,13 +105,13 @@ class ChangeFeed:
             self.add(event)
 
     def held(self, numbers: Iterable[int]) -> None:
-        """Tell of those of the rows that are there, as their units hold them."""
+        """Add the rows that still exist, as their units hold them."""
         rows = self._state.rows
         for item in _held(rows[number] for number in numbers if number in rows):
             self.add(item)
 
     def add(self, item: Change) -> None:
-        """Tell of something that has happened."""
+        """Add a change."""
         encoded = encode(item)
         self._items.append(encoded)
         self._bytes += len(encoded)
@@ -121,24 +121,24 @@ class ChangeFeed:
         self._state.changed.add(FEED)
 
     def answer(self, epoch: int, position: int) -> Feed | None:
-        """Return the changes after a place, or a snapshot; None where nothing came yet. Refused for too many rows."""
-        later = self.position - position
-        if epoch != self.epoch or not 0 <= later <= len(self._items):
+        """Return the items after a position, or a snapshot; None if nothing is new. Refused for too many rows."""
+        count = self.position - position
+        if epoch != self.epoch or not 0 <= count <= len(self._items):
             return self._snapshot()
-        items = list(islice(reversed(self._items), later))
+        items = list(islice(reversed(self._items), count))
         return Feed(self.epoch, self.position, list(map(Raw, reversed(items)))) if items else None
 
     def _snapshot(self) -> Feed:
         rows = self._state.rows
         items = list(map(encode, chain(snapshot_rows(self._state), _held(rows.values()))))
         if (size := sum(map(len, items))) > _MOST:
-            what = f"{len(rows)} rows are {size} bytes for a controller that follows, and {_MOST} go in one message"
-            raise Refused(what, where="controller", hint="Clear rows, or have one controller")
+            what = f"{len(rows)} rows are {size} bytes for a replica controller, and a message has at most {_MOST}"
+            raise Refused(what, where="controller", hint="Clear rows, or use one controller")
         return Feed(self.epoch, self.position, list(map(Raw, items)), snapshot=True)
 
 
 def _held(rows: Iterable[Row]) -> Iterator[RowsHeld]:
-    """Describe those of ``rows`` of which their units have told."""
+    """Describe the rows that their units have reported."""
     held = (
         Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
         for row in rows
@@ -148,19 +148,19 @@ def _held(rows: Iterable[Row]) -> Iterator[RowsHeld]:
 
 
 def take(state: QueueState, item: ev.Event | RowsHeld) -> None:
-    """Apply a change. LedgerCorrupt where it does not follow from the changes before."""
+    """Apply a change. Raises LedgerCorrupt if it contradicts the changes before it."""
     if not isinstance(item, RowsHeld):
         state.record(item)
         return
-    there = [(row, held) for held in item.held if (row := state.rows.get(held.row)) is not None]
-    for row, held in there:
+    known = [(row, held) for held in item.held if (row := state.rows.get(held.row)) is not None]
+    for row, held in known:
         row.tokens = held.tokens
         row.add(held.partial, partial=True)
-    add_cells(state, [(row, held.columns, held.tags) for row, held in there])
+    add_cells(state, [(row, held.columns, held.tags) for row, held in known])
 
 
 def install(state: QueueState, draft: QueueState) -> None:
-    """Put the rows of ``draft`` in the place of those in ``state``."""
+    """Replace the rows of ``state`` by the rows of ``draft``."""
     for lease in list(state.leases):
         if gone := [row for row in lease.rows if row not in draft.rows]:
             state.leases.release(lease.id, gone)

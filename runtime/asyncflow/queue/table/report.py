@@ -1,10 +1,9 @@
-"""Reports: counts, the state of a partition for a restarted driver, what tasks wait for, and rows in few words.
+"""Reports: counts, the state of a partition for a restarted driver, the waiting tasks, and short lists of rows.
 
-Where a queue has several controllers, what concerns rows is what the first says, and what concerns a task is what its
-own controller says.
+If a queue has several controllers, the first reports on rows, and each controller reports on its own tasks.
 
-Invariants: reading changes nothing, but that looking at rows is recorded; nothing is counted twice; a controller of
-which nothing is told is named.
+Invariants: reports change nothing, except that ``peek`` is recorded. Nothing is counted twice. Controllers without a
+report are named.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from asyncflow.queue.table.table import Table
 
 
 def stats(table: Table, units: Sequence[UnitView], *, synced: int, ledger_bytes: int) -> QueueStats:
-    """Count what there is, in O(partitions, tasks and open steps). synced: units that have told what they hold."""
+    """Return all counts, in O(partitions, tasks and open steps). synced: units that have reported their rows."""
     partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
 
@@ -68,7 +67,7 @@ def stats(table: Table, units: Sequence[UnitView], *, synced: int, ledger_bytes:
 
 
 def snapshot(partition: PartitionState, *, step: int | None = None) -> PartitionSnapshot:
-    """Say how far everything has come, in O(samples); with ``step`` only how far that step has, in O(groups)."""
+    """Describe the progress of all steps, in O(samples), or of one ``step``, in O(groups)."""
     gang = partition.gang
     return PartitionSnapshot(
         next_serial=partition.used.next(),
@@ -83,12 +82,12 @@ def snapshot(partition: PartitionState, *, step: int | None = None) -> Partition
 
 
 def _unfinished(partition: PartitionState) -> list[int]:
-    """Return the steps that are not committed, and those with samples that are not finished."""
+    """Return the steps that are not committed, and those with samples that are not final."""
     gang = partition.gang
     unfinished = {group.step for group in partition.groups.values()}
-    later = {step for step in gang.steps if step > gang.committed}
-    later |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
-    return sorted(unfinished | later)
+    uncommitted = {step for step in gang.steps if step > gang.committed}
+    uncommitted |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
+    return sorted(unfinished | uncommitted)
 
 
 def _step(partition: PartitionState, number: int) -> StepState:
@@ -117,7 +116,7 @@ MOST = 10_000
 
 
 def view(table: Table, name: str, now: float) -> PartitionView:
-    """Describe a partition; one that nobody made is empty."""
+    """Describe a partition; one that does not exist is empty."""
     partition = table.state.partitions.get(name) or PartitionState(name)
     oldest, parked = oldest_unready(partition, now), table.claims.parked()
     living = sum(partition.counts[state] for state in RowState if not state.final)
@@ -149,14 +148,14 @@ def view(table: Table, name: str, now: float) -> PartitionView:
 
 
 def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
-    """Yield partition, task and its oldest row that is not ready, where there is one."""
+    """Yield partition, task and the task's oldest row that is not ready, for each task that has such a row."""
     for name, partition in table.state.partitions.items():
         for task, row in oldest_unready(partition, now).items():
             yield name, task, row
 
 
 def oldest_unready(partition: PartitionState, now: float) -> dict[str, Unready]:
-    """Describe, by task, the oldest living row that has not got all columns that the task needs."""
+    """Describe, by task, the oldest living row that lacks a column that the task needs."""
     found: dict[str, Unready] = {}
     living = partition.counts[RowState.LIVE]
     left = {task: queue for task, queue in partition.queues.items() if queue.index.weight + queue.busy < living}
@@ -178,7 +177,7 @@ def oldest_unready(partition: PartitionState, now: float) -> dict[str, Unready]:
 
 
 def listing(rows: Iterable[Row]) -> Listing:
-    """Describe rows in few words."""
+    """List the ids, keys and tags of rows."""
     made = Listing([], [], [])
     for row in rows:
         made.rows.append(row.row)
@@ -188,7 +187,7 @@ def listing(rows: Iterable[Row]) -> Listing:
 
 
 def find(partition: PartitionState, keys: Sequence[str]) -> Found:
-    """Return the living rows with these keys, and those of the keys whose rows were lost with their unit."""
+    """Return the living rows with these keys, and the keys whose rows were lost with their unit."""
     rows = [partition.keys.get(key) for key in keys]
     return Found(
         rows=[row.row if row is not None and row.state is RowState.LIVE else 0 for row in rows],
@@ -198,7 +197,7 @@ def find(partition: PartitionState, keys: Sequence[str]) -> Found:
 
 
 def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence[Row]) -> PeekedRows:
-    """Show rows as ``task`` sees them, and record that they were seen."""
+    """Describe rows as ``task`` sees them, and record that they were shown."""
     queue = partition.known_task(task) if task else None
     seen = PeekedRows([], [], [], [], [], [], [], [], {})
     for index, row in enumerate(rows):
@@ -219,7 +218,7 @@ def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence
 
 
 def progress(partition: PartitionState, *, columns: Sequence[str], task: str) -> Progress:
-    """Return how many rows ``task`` has completed, or without a task, how many have all of ``columns``."""
+    """Return how many rows ``task`` has completed or, without a task, how many have all of ``columns``."""
     if task:
         queue = partition.known_task(task)
         done, leased = queue.busy - queue.leased, queue.leased
@@ -236,7 +235,7 @@ def progress(partition: PartitionState, *, columns: Sequence[str], task: str) ->
 
 
 def key_of(row: Row) -> str:
-    """Return the row's key, empty where it has none."""
+    """Return the row's key, "" if it has none."""
     return str(row.tags.get(KEY_TAG, ""))
 
 
@@ -246,12 +245,12 @@ def other_tags(row: Row) -> dict[str, Tag]:
 
 
 def _is_ready(queue: TaskQueue, row: Row) -> bool:
-    """Tell whether the next claim might give ``row``."""
+    """Return whether the next claim might get ``row``."""
     return queue.has_ready(row) and (row.group if queue.by_group else row) in queue.index
 
 
 def merge_stats(primary: QueueStats, replicas: Sequence[QueueStats], silent: Sequence[int] = ()) -> QueueStats:
-    """Return the counts of the whole queue, but for what ``silent`` controllers would have said."""
+    """Return the counts of the whole queue, without those of the ``silent`` controllers."""
     summed = {
         field: sum(getattr(each, field) for each in (primary, *replicas))
         for field in ("lease_expiries", "redeliveries", "fenced", "ledger_bytes")
@@ -264,7 +263,7 @@ def merge_stats(primary: QueueStats, replicas: Sequence[QueueStats], silent: Seq
 
 
 def merge_snapshots(primary: PartitionSnapshot, replicas: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
-    """Return how far a partition has come, with what the tasks of all controllers have done."""
+    """Return the progress of a partition, including the work of the tasks of all controllers."""
     steps = dict(primary.steps)
     for number, state in ((number, replica.steps[number]) for replica in replicas for number in replica.steps):
         if number in steps:
@@ -276,6 +275,6 @@ def merge_snapshots(primary: PartitionSnapshot, replicas: Sequence[PartitionSnap
 def merge_views(
     primary: PartitionView, replicas: Sequence[PartitionView], silent: Mapping[int, list[str]]
 ) -> PartitionView:
-    """Describe a partition with the tasks of all controllers, but for those of ``silent`` ones, which are named."""
+    """Describe a partition with the tasks of all controllers, except the ``silent`` ones, which are named."""
     tasks = [task for each in (primary, *replicas) for task in each.tasks]
     return replace(primary, tasks=sorted(tasks, key=lambda task: task.name), silent=dict(silent))

@@ -1,12 +1,12 @@
-"""Commands about rows: put them, write to them without a lease, list them, and let a task have them again (``reset``).
+"""Commands on rows: put them, write to them without a lease, list them, and make them ready again (``reset``).
 
-Rows are put in groups, under serials of their creator or of a client's own count, perhaps with keys. A write without a
-lease gives a name of its own in place of one (``calls.WRITE``); it is admitted whole or not at all.
+Rows are put in groups, under serials that their creator or a client counts, and optionally with keys. A write without
+a lease sends the name ``calls.WRITE`` in place of a lease; it is admitted for all of its rows or for none.
 
-Invariants: a serial makes rows once, whatever became of them, but for lost ones that are wanted again; a group is made
-whole or not at all; two living rows of a partition never have one key; a closed open partition gets no new row; only
-rows of open partitions are written or cleared without a lease. A put under keys is refused for now while a unit from
-before a restart has not yet told what it has. What may fail comes before the first event of a command is recorded.
+Invariants: a serial makes rows once, whatever becomes of them, except that lost rows are wanted again. A group is made
+whole or not at all. No two living rows of a partition have the same key. A closed open partition gets no new row. Only
+rows of open partitions are written or cleared without a lease. A put with keys fails with PeerLost while a unit from
+before a restart has not reported its rows. A command makes all checks that can fail before it records its first event.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from asyncflow.queue.table.state import ANY_VERSION, IDLE, Row, RowState, by_row
 
 _Keys = Sequence[Tag | None]
 Change: TypeAlias = tuple[Row, Mapping[str, int], Mapping[str, Tag]]
-"""A row, with the columns and the tags that it got."""
+"""A row, with the columns and the tags that were added to it."""
 OPEN: Final = "open"
 _FARTHEST = 1 << 20
-"""Serials that a creator of training rows may skip: each of them is listed as missing."""
+"""Serials of training rows that a creator may skip; each skipped serial is listed as missing."""
 
 
 def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
-    """Make the rows that a unit was given.
+    """Create the rows that a unit received.
 
-    Return whether each row is new, and the ids to tell: where it is not new, that of the row which was put so
-    before or has its key already, 0 where that is gone or the row's group is not made. Raises Refused, Fenced where
-    a newer attempt of the creator has begun, and ProtocolError where the cells are not those of the rows.
+    Return whether each row is new, and the ids to answer with. For a row that is not new, this is the id of the row
+    that was put earlier under its number or key, or 0 if that row has ended or the group is not made. Raises Refused;
+    Fenced if a newer attempt of the creator has started; ProtocolError if the cells do not match the rows.
     """
     size, samples, rows = entry.group_size, entry.samples, entry.rows
     partition = state.partition(entry.partition)
@@ -73,7 +73,7 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
                 row.tags = entry.tags[index] if entry.tags else {}
                 row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
                 fresh.append(row)
-        partition.name_rows(fresh)
+        partition.add_keys(fresh)
         partition.changed(fresh, entry.cells.sizes)
         if len(fresh) == len(rows):
             return [True] * len(rows), rows
@@ -81,12 +81,12 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
 
 
 def _left_out(partition: PartitionState, samples: Samples, *, most: int) -> list[int]:
-    """Return the serials that are skipped with a put, and neither were before nor have rows."""
+    """Return the serials that this put skips and that neither have rows nor were skipped before."""
     return [serial for serial in samples.skipped if 0 <= serial <= most and serial not in partition.used]
 
 
 def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Sequence[int]:
-    """Return the serials of the groups that a client put; it has a number in the partition from now on."""
+    """Return the serials of the groups that a client puts, assigning the client a number if it has none."""
     number = partition.clients.get(entry.client)
     if number is None:
         number = len(partition.clients) + 1
@@ -98,29 +98,29 @@ def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Seq
 def _check_keys(state: QueueState, keys: _Keys, partition: str) -> None:
     named = [key for key in keys if key is not None]
     if not all(isinstance(key, str) and key for key in named):
-        hint = "Give each row a key of at least one character, or none of them a key"
+        hint = "Give each row a key of at least one character, or give no row a key"
         raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is no text or is empty", where=partition, hint=hint)
     if len(set(named)) < len(named):
         raise Refused("two rows of one put have the same key", where=partition)
     if state.silent:
-        raise PeerLost("storage units have not yet told what they hold", where="controller", hint="Try again")
+        raise PeerLost("storage units have not yet reported their rows", where="controller", hint="Try again")
 
 
 def _check_form(entry: NewRows) -> None:
-    """Refuse what is no put: the numbers of rows, groups, tags and tokens do not agree."""
+    """Refuse a put whose numbers of rows, groups, tags and tokens do not agree."""
     partition, size, samples, count = entry.partition, entry.group_size, entry.samples, len(entry.rows)
     groups = len(samples.serials) if samples is not None else count // size
     if not count or count != groups * size:
         raise Refused(f"{count} rows do not make {groups} groups of {size}", where=partition)
     tokens = samples.tokens if samples is not None else []
-    for what, told in (("sets of tags", entry.tags), ("counts of tokens", tokens)):
-        if told and len(told) != count:
-            raise Refused(f"{count} rows came with {len(told)} {what}", where=partition)
+    for what, values in (("sets of tags", entry.tags), ("counts of tokens", tokens)):
+        if values and len(values) != count:
+            raise Refused(f"{count} rows came with {len(values)} {what}", where=partition)
     if samples is None and (entry.group + groups - 1) >> SERIAL_BITS:
-        hint = f"A client numbers at most {1 << SERIAL_BITS} groups; be another one for more"
-        raise Refused(f"{groups} groups were numbered from {entry.group} on", where=partition, hint=hint)
+        hint = f"A client numbers at most {1 << SERIAL_BITS} groups; use another client for more"
+        raise Refused(f"{groups} groups were numbered from {entry.group}", where=partition, hint=hint)
     if samples is not None and (min(samples.serials) < 0 or len(set(samples.serials)) != groups):
-        hint = "Number each group once, from 0 on"
+        hint = "Number each group once, starting from 0"
         raise Refused(f"{groups} groups were numbered {samples.serials[:8]}", where=partition, hint=hint)
     if samples is not None and (both := set(samples.serials).intersection(samples.skipped)):
         raise Refused(f"the groups {sorted(both)[:8]} were put and skipped", where=partition)
@@ -130,15 +130,15 @@ def _check_sizes(partition: PartitionState, serials: Sequence[int], size: int) -
     for serial in partition.groups.keys() & serials if partition.groups else ():
         if (known := len(partition.groups[serial].rows)) != size:
             what = f"the group {serial} has {known} rows, not {size}"
-            raise Refused(what, where=partition.name, hint="Put it again as it was, or under another number")
+            raise Refused(what, where=partition.name, hint="Put it again unchanged, or under another number")
 
 
 def _new_groups(
     partition: PartitionState, serials: Sequence[int], *, size: int, step: int, keys: _Keys, most: int
 ) -> dict[int, int]:
-    """Return the groups that are made, by their place in the put, with the serial of each, of at most ``most``.
+    """Return the groups to create: the serial of each, at most ``most``, by its position in the put.
 
-    That is its own, or that of a lost row which has its key.
+    The serial is the group's own one or, if a lost row has the key of its row, the serial of the lost row.
     """
     first, end = serials[0], serials[0] + len(serials)
     in_order = end <= most + 1 and list(serials) == list(range(first, end))
@@ -163,7 +163,7 @@ def _answers(
     partition: PartitionState, serials: Sequence[int], size: int, rows: Sequence[int], keys: _Keys
 ) -> tuple[list[bool], list[int]]:
     ok: list[bool] = []
-    told: list[int] = []
+    ids: list[int] = []
     for index, number in enumerate(rows):
         group = partition.groups.get(serials[index // size])
         row = group.rows[index % size] if group is not None else None
@@ -171,14 +171,14 @@ def _answers(
         if row is None and isinstance(key, str):
             row = partition.keys.get(key)
         ok.append(row is not None and row.row == number)
-        told.append(row.row if row is not None and row.state is RowState.LIVE else 0)
-    return ok, told
+        ids.append(row.row if row is not None and row.state is RowState.LIVE else 0)
+    return ok, ids
 
 
 def write(state: QueueState, numbers: Sequence[int], cells: Cells, tags: Sequence[dict[str, Tag]]) -> list[bool]:
-    """Admit columns and tags of rows of one open partition, to all of them or none.
+    """Admit columns and tags of rows of one open partition, for all of the rows or none.
 
-    Raises StaleHandle for a row that is not there, Refused for columns that do not fit or rows that need a lease.
+    Raises StaleHandle for a row that does not exist, and Refused for columns that do not fit or rows that need a lease.
     """
     rows = live_rows(state, numbers)
     if not rows:
@@ -190,7 +190,7 @@ def write(state: QueueState, numbers: Sequence[int], cells: Cells, tags: Sequenc
 
 
 def add_cells(state: QueueState, changes: Iterable[Change], *, partial: bool = False) -> None:
-    """Take note of columns and tags that rows got, or that were given back unfinished."""
+    """Note columns and tags that were added to rows, or that were given back unfinished (``partial``)."""
     changed: dict[str, list[Row]] = {}
     names: set[str] = set()
     for row, columns, tags in changes:
@@ -219,7 +219,7 @@ def _written(state: QueueState, rows: Sequence[Row], tags: Sequence[dict[str, Ta
 
 
 def live_rows(state: QueueState, numbers: Iterable[int], *, of: str = "") -> list[Row]:
-    """Return the rows with these ids; StaleHandle for one that is not there, or not in the partition ``of``."""
+    """Return the rows with these ids. Raises StaleHandle for one that does not exist, or not in partition ``of``."""
     rows = []
     for number in numbers:
         row = state.rows.get(number)
@@ -231,7 +231,7 @@ def live_rows(state: QueueState, numbers: Iterable[int], *, of: str = "") -> lis
 
 
 def list_rows(partition: PartitionState) -> Iterator[Row]:
-    """Yield the rows that have bytes, in the order in which they were put, whatever changes meanwhile."""
+    """Yield the live rows in the order in which they were put; rows may change during the iteration."""
     live = RowState.LIVE
     for group in list(partition.groups.values()):
         for row in group.rows:
@@ -240,7 +240,7 @@ def list_rows(partition: PartitionState) -> Iterator[Row]:
 
 
 def reset(state: QueueState, partition: PartitionState, task: str | None) -> int:
-    """Make all living rows ready again for ``task``, or every task, also those that it holds; return their number."""
+    """Make all living rows ready again for ``task``, or for every task, including leased ones; return their number."""
     names = sorted(partition.queues) if task is None else [partition.known_task(task).spec.name]
     count = 0
     for name in names:
@@ -248,10 +248,10 @@ def reset(state: QueueState, partition: PartitionState, task: str | None) -> int
         if queue.spec.kind == "gang":
             if task is None:
                 continue
-            hint = "A trainer begins anew, from a checkpoint (begin)"
+            hint = "A trainer starts again from a checkpoint (begin)"
             raise Refused("the task of a gang is not reset", where=f"{partition.name}/{name}", hint=hint)
         works = (row.work.get(name, IDLE) for row in list_rows(partition))
-        if had := sum(work.busy for work in works):
-            state.record(ev.TaskReset(partition.name, name, had))
-            count += had
+        if busy := sum(work.busy for work in works):
+            state.record(ev.TaskReset(partition.name, name, busy))
+            count += busy
     return count

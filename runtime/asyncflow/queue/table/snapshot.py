@@ -1,8 +1,7 @@
 """The durable state as records.
 
-``snapshot`` returns what a ledger begins with, ``snapshot_rows`` what another controller is told. Each record refers
-only to what came before it; tasks, the trainer, and the slots and leases that are still in force follow as the events
-that made them.
+``snapshot`` returns the records at the start of a ledger, ``snapshot_rows`` the records for a replica controller. Each
+record refers only to records before it. Tasks, the trainer, and the current slots and leases follow as their events.
 
 Invariant: ``snapshot(restore(snapshot(s))) == snapshot(s)``, where restoring is ``QueueState.apply`` of each record.
 """
@@ -18,11 +17,11 @@ from asyncflow.queue.table.state import STATES, RowGroup, RowState
 from asyncflow.rpc.columns import weighed_batches
 
 _ROWS = 1 << 14
-"""Rows of one record, at most, but for a larger group: a replica serves others between two records."""
+"""Rows of one record, at most, unless one group is larger: a replica serves clients between two records."""
 
 
 def snapshot(state: QueueState) -> Iterator[ev.Event]:
-    """Return the records of the durable state of ``state``, in an order in which they can be restored."""
+    """Yield the records of the durable state of ``state``, in an order in which they can be restored."""
     units = [state.units[unit] for unit in sorted(state.units)]
     yield ev.SnapshotHead(state.epoch, units, sorted(state.leaving), list(state.leases.completed))
     for name in sorted(state.partitions):
@@ -33,7 +32,7 @@ def snapshot(state: QueueState) -> Iterator[ev.Event]:
 
 
 def snapshot_rows(state: QueueState) -> Iterator[ev.Event]:
-    """Return the records of the rows of ``state``, without what their tasks have done with them."""
+    """Yield the records of the rows of ``state``, without the work of tasks on them."""
     for name in sorted(state.partitions):
         yield from _partition(state.partitions[name], state.index, works=False)
 
@@ -91,7 +90,7 @@ def _group(group: RowGroup, *, works: bool) -> ev.GroupRecord:
 
 
 def _step(name: str, step: Step) -> Iterator[ev.Event]:
-    """Return the events of a step of the trainer's that is not committed."""
+    """Yield the events of a step of the trainer that is not committed."""
     if step.groups is not None:
         yield ev.Opened(name, step.number, step.groups, step.size or 0)
     bound, before = list(step.bound), 0

@@ -1,12 +1,12 @@
-"""Rows, their groups, how far tasks have come with them, and leases: what the state of a queue is made of.
+"""The parts of a queue's state: rows, their groups, the progress of tasks with them, and leases.
 
-A row's ``state`` is where it stands for good: ``LIVE`` (lease tasks work on it, or it waits for the trainer), ``BOUND``
-(it belongs to a slot of the running trainer attempt), ``WANTED`` (its bytes were lost; to be put again), or final. What
-is ready, leased or done is told for each task by ``TaskWork``.
+A row's ``state`` is one of: ``LIVE`` (lease tasks work on it, or it waits for the trainer), ``BOUND`` (it belongs to a
+slot of the running trainer attempt), ``WANTED`` (its bytes were lost and it must be put again), or a final state.
+``TaskWork`` holds, for each task, whether the row is leased or done.
 
-Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever, wherever it lies;
-the rows of a group are put on one unit, and go to another together; a row is in at most one lease of a task; a lease
-without rows does not exist. Fields marked volatile are told by the units and not by the ledger.
+Invariants: a sample has one ``Row``, which has one state. A row id belongs to one ``Row`` forever, at any location. The
+rows of a group are put on one unit, and move together. A row is in at most one lease of a task. A lease without rows
+does not exist. Fields marked volatile are reported by the units and are not in the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncflow.rpc.access import HELD_BY, place_of
 
 
 def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
-    """Return the bytes of each column of each of ``count`` rows. ProtocolError where the cells are those of others."""
+    """Return the bytes of each column of each of ``count`` rows. Raises ProtocolError for another number of rows."""
     if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if len(sizes) != count}:
         raise ProtocolError(f"sizes of {wrong} rows came with {count} rows", where="controller")
     names = tuple(cells.sizes)
@@ -39,7 +39,7 @@ def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
 
 
 class RowState(enum.IntEnum):
-    """Where a sample stands. CLEARED: a row of an open partition that its users have cleared."""
+    """The state of a sample. CLEARED: a row of an open partition that its users have cleared."""
 
     LIVE = 0
     BOUND = 1
@@ -53,7 +53,7 @@ class RowState(enum.IntEnum):
 
     @property
     def final(self) -> bool:
-        """Nothing more happens to it, unless a trainer resumes from an older checkpoint."""
+        """True if the state no longer changes, unless a trainer resumes from an older checkpoint."""
         return self >= FINAL
 
 
@@ -64,9 +64,9 @@ STATES = {letter: state for state, letter in LETTERS.items()}
 
 
 class TaskWork(Struct, frozen=True, gc=False):
-    """Progress of a task with a row. lease, done: id of the lease in force or that completed it; 0 is none.
+    """Progress of a task with a row. lease, done: id of the lease in force, or of the lease that completed it; or 0.
 
-    holder: the process that held the lease ``done``, as the name of the lease says it.
+    holder: the process that held the lease ``done``, as in the lease's name.
     """
 
     attempt: int = 0
@@ -76,7 +76,7 @@ class TaskWork(Struct, frozen=True, gc=False):
 
     @property
     def busy(self) -> bool:
-        """It holds the row, or has completed it."""
+        """True if the task has leased or completed the row."""
         return bool(self.lease or self.done)
 
 
@@ -86,12 +86,12 @@ NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Row(Struct, eq=False):
-    """One sample. lost: its bytes are gone although it is bound; moved: its location, 0 while it lies where it was put.
+    """One sample. lost: it is bound, but its bytes are lost; moved: its location, 0 if it is where it was put.
 
-    work: by task. Mappings are replaced and never changed, so that rows may share them.
+    work: progress by task. Mappings are replaced and never changed, so that rows may share them.
 
-    Volatile: columns, the bytes of each that was admitted; partial, bytes of what was given back unfinished; tokens,
-    tags; here, whether its unit has told of it; since, when this controller learnt of it, on its clock.
+    Volatile: columns: bytes of each admitted column; partial: bytes of columns that were given back unfinished; tokens;
+    tags; here: whether the unit has reported the row; since: when this controller learned of it, on its clock.
     """
 
     group: RowGroup
@@ -109,7 +109,7 @@ class Row(Struct, eq=False):
     here: bool = False
 
     def add(self, columns: Mapping[str, int], *, partial: bool = False) -> None:
-        """Take note of columns that were admitted, in place of those of that name, or given back unfinished."""
+        """Note admitted columns, which replace columns of the same name, or ``partial`` ones given back unfinished."""
         if partial:
             fresh = {name: size for name, size in columns.items() if name not in self.columns}
             self.partial = {**self.partial, **fresh}
@@ -119,7 +119,7 @@ class Row(Struct, eq=False):
                 self.partial = {name: size for name, size in self.partial.items() if name not in columns}
 
     def lose(self) -> None:
-        """Take note that its bytes are gone."""
+        """Note that its bytes are lost."""
         self.columns, self.partial, self.here = NOTHING, NOTHING, False
 
     @property
@@ -134,12 +134,12 @@ class Row(Struct, eq=False):
 
     @property
     def location(self) -> int:
-        """The place where it lies: an incarnation of a unit, see ``identity.location_at``."""
+        """The incarnation of the unit that holds it, see ``identity.location_at``."""
         return self.moved or location_of(self.row)
 
     @property
     def meta(self) -> RowMeta:
-        """The sample's description, with everything its writers have added so far."""
+        """The sample's description, with all values that writers have added so far."""
         group = self.group
         return RowMeta(
             partition=group.partition,
@@ -159,7 +159,7 @@ class Row(Struct, eq=False):
         return self.number(TOKENS_TAG)
 
     def number(self, tag: str, *, otherwise: int = 0) -> int:
-        """Return a tag, which its writer chose, as a number from 0 to 2**32; ``otherwise`` where it is none."""
+        """Return a tag of the writer as a number from 0 to 2**32, or ``otherwise`` if it is not a number."""
         value = self.tags.get(tag)
         return int(min(max(0, value), 1 << 32)) if isinstance(value, int | float) and value == value else otherwise
 
@@ -175,7 +175,7 @@ class Row(Struct, eq=False):
 
 
 class RowGroup(Struct, eq=False):
-    """The samples of one prompt. rows: all, by sample number; instead_of: the group whose place in its step it took."""
+    """The samples of one prompt. rows: by sample number; instead_of: the group that it replaced in its step."""
 
     partition: str
     purpose: Purpose
@@ -187,7 +187,7 @@ class RowGroup(Struct, eq=False):
 
 
 class Finished(NamedTuple):
-    """All that is kept of a group whose samples are final. outcome: a letter for each of them, see ``LETTERS``."""
+    """The only record of a group whose samples are final. outcome: a letter for each sample, see ``LETTERS``."""
 
     step: int
     window: VersionWindow
@@ -199,7 +199,7 @@ _REMEMBERED = 4096
 
 
 class Lease(Struct, eq=False):
-    """One claim that was met. rows: ids of those still open, as they were given; until: on the caller's clock.
+    """One claim that was granted. rows: ids of the open rows, in the order given; until: end, on the caller's clock.
 
     whole: no row of it was given back or dropped.
     """
@@ -215,7 +215,7 @@ class Lease(Struct, eq=False):
 
     @property
     def holder(self) -> str:
-        """The process after which the worker is named, ``ROLE-INDEX``; "" where it is named after none."""
+        """The process that the worker's name contains, ``ROLE-INDEX``, or "" if it contains none."""
         place = place_of(self.worker)
         return "" if place is None else f"{place[0]}-{place[1]}"
 
@@ -226,14 +226,14 @@ class Lease(Struct, eq=False):
 
 
 def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
-    """Return the id of the ``counter``-th lease of the controller with this epoch: never used again."""
+    """Return the id of the ``counter``-th lease of the controller with this epoch; no other lease ever has it."""
     return controller << LEASE_BITS | epoch << _COUNTER_BITS | counter
 
 
 class LeaseTable:
     """The leases in force, and the last ones whose rows were all completed.
 
-    next_deadline: a time before which no lease ends, perhaps long before; infinite without leases since ``due``.
+    next_deadline: no lease expires before this time, which may be too early; infinite if ``due`` found no lease.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class LeaseTable:
         return self._open.get(lease)
 
     def of_ticket(self, worker: str, ticket: str) -> Lease | None:
-        """Return the lease that the claim ``ticket`` of ``worker`` was given, if it is in force."""
+        """Return the lease that was granted to the claim ``ticket`` of ``worker``, if it is in force."""
         return self._tickets.get((worker, ticket))
 
     def of_worker(self, worker: str) -> list[Lease]:
@@ -261,17 +261,17 @@ class LeaseTable:
         return [lease for lease in self._open.values() if lease.worker == worker]
 
     def add(self, lease: Lease) -> None:
-        """Enter a lease; it has no deadline before ``extend``."""
+        """Add a lease; it has no deadline before ``extend``."""
         self._open[lease.id] = lease
         self._tickets[lease.worker, lease.ticket] = lease
 
     def extend(self, lease: Lease, *, until: float) -> None:
-        """Keep ``lease`` in force until then."""
+        """Set the deadline of ``lease``."""
         lease.until = until
         self.next_deadline = min(self.next_deadline, until)
 
     def release(self, lease_id: int, rows: Iterable[int], *, done: bool = False) -> None:
-        """Take ``rows``, ``done`` or not, out of their lease; the lease ends with its last row."""
+        """Remove ``rows``, ``done`` or not, from their lease; the lease ends with its last row."""
         lease = self._open.get(lease_id)
         if lease is None:
             return

@@ -1,10 +1,10 @@
-"""The queue as a pure state machine: units and tasks here, the rest in the modules beside it.
+"""The queue as a pure state machine: the commands on units and tasks; the modules next to this one hold the rest.
 
-It owns no clock and no socket. Commands check, ``record`` events in the ``QueueState`` and leave there what is to be
-written, freed and served, which the controller takes after each command.
+It has no clock and no socket. A command ``record``s events in the ``QueueState``, which collects the events to write,
+the rows to free and the changed partitions. The controller reads them after each command.
 
-Invariants: nothing is put by an attempt of a creator that another has taken over from, however late it comes, so what
-the newer one has read stays true until it puts; a cell counts as present only after it was admitted here.
+Invariants: once a newer attempt of a creator has taken over, no put of an older one is accepted, however late it comes;
+so what the newer attempt has read stays true until it puts. A cell counts as present only after it was admitted here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncflow.queue.table.training import Training
 
 
 class Table:
-    """All commands of the queue. Callers pass ``now``, seconds on any steady clock. controller: its epoch.
+    """All commands of the queue. Callers pass ``now``, in seconds on any steady clock.
 
-    index: of the controller among all ``controllers``.
+    index: the index of this controller among all ``controllers``; controller: its epoch.
     """
 
     def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
@@ -43,9 +43,9 @@ class Table:
         self.controller = 0
 
     def start(self, now: float) -> None:
-        """Begin to serve after ``state`` was read from the ledger: a new epoch, and a full lease for every holder.
+        """Start to serve after ``state`` was read from the ledger: with a new epoch, and full time for every lease.
 
-        A worker whose lease was in force when the controller stopped is so never fenced sooner than it would have been.
+        So the restart never fences a worker earlier whose lease was in force when the controller stopped.
         """
         self.state.to_free.clear()
         self.state.silent = {unit.epoch for unit in self.state.units.values()}
@@ -55,29 +55,29 @@ class Table:
         self.moves.start()
 
     def declare(self, specs: Sequence[TaskSpec]) -> None:
-        """Make tasks known, each at one controller for ever; the same ones again change nothing."""
+        """Add or change tasks, each of which stays at one controller forever; repeating a declaration has no effect."""
         for spec in specs:
             check_task(spec)
             selection_of(spec.order, where=f"task {spec.partition}/{spec.name}")
             partition = self.state.partition(spec.partition)
             gang = partition.gang_queue
             if spec.kind == "gang" and gang is not None and gang.spec.name != spec.name:
-                hint = "The training transaction is that of one gang"
+                hint = "A partition has one training transaction, so only one gang"
                 raise Refused(f"{spec.partition} has the gang {gang.spec.name} already", where=spec.name, hint=hint)
             known = partition.queues.get(spec.name)
-            there = partition.elsewhere.get(spec.name)
-            if there is not None and ends_rows(spec):
+            remote = partition.elsewhere.get(spec.name)
+            if remote is not None and ends_rows(spec):
                 hint = "Declare it under another name"
-                what = f"controller {there.controller} has the task, and only the primary ends rows"
+                what = f"controller {remote.controller} has the task, and only the primary ends rows"
                 raise Refused(what, where=spec.name, hint=hint)
-            before = there.spec if there is not None else known.spec if known is not None else None
+            before = remote.spec if remote is not None else known.spec if known is not None else None
             if before is None:
                 self.state.record(ev.Declared(spec, place(self.state, spec, self.controllers)))
             elif before != spec:
-                self.state.record(ev.Declared(spec, there.controller if there is not None else 0))
+                self.state.record(ev.Declared(spec, remote.controller if remote is not None else 0))
 
     def join_unit(self, unit: int, incarnation: str) -> int:
-        """Return the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
+        """Return the epoch of a unit's rows. A new incarnation gets a new one, and the old one's rows are lost."""
         known = self.state.units.get(unit)
         if known is not None and known.incarnation == incarnation:
             return known.epoch
@@ -86,38 +86,38 @@ class Table:
         return self.state.epoch
 
     def lose_unit(self, unit: int) -> None:
-        """Record the loss of what a unit held: its rows are wanted again where they were not committed."""
+        """Record the loss of a unit: its rows become wanted, except for committed ones."""
         if (known := self.state.units.get(unit)) is not None:
             self.state.record(ev.UnitLost(known.epoch, unit))
             self.state.silent.discard(known.epoch)
 
     def hold(self, location: int, held: Iterable[Held]) -> list[int]:
-        """Note the rows that the unit at ``location`` says it has; return those that it must free, as they are not its.
+        """Note the rows that the unit at ``location`` reports to hold; return those that it must free.
 
-        Nobody needs them any more, or they have moved to another.
+        These are rows that are no longer needed, or have moved to another unit.
         """
         unknown: list[int] = []
         known: dict[str, list[Row]] = {}
         new: set[str] = set()
-        for told in held:
-            row = self.state.rows.get(told.row)
+        for report in held:
+            row = self.state.rows.get(report.row)
             if row is None or row.location != location:
-                unknown.append(told.row)
+                unknown.append(report.row)
                 continue
-            new |= told.columns.keys() - row.columns.keys()
-            row.columns, row.partial, row.here = told.columns, told.partial, True
-            row.tokens, row.tags = told.tokens, told.tags
+            new |= report.columns.keys() - row.columns.keys()
+            row.columns, row.partial, row.here = report.columns, report.partial, True
+            row.tokens, row.tags = report.tokens, report.tags
             known.setdefault(row.group.partition, []).append(row)
         for name, rows in known.items():
             partition = self.state.partition(name)
-            partition.name_rows(rows)
+            partition.add_keys(rows)
             partition.changed(rows, new)
         return unknown
 
     def move_in(self, location: int, entry: MovedRows) -> list[bool]:
-        """Move rows to ``location``, whose unit has taken them over; return which lie there now.
+        """Move rows to ``location``, whose unit has taken them over; return which of them are now there.
 
-        What the unit says of a row that no unit has told of since the controller began anew is taken for true.
+        If no unit has reported a row since the controller restarted, the values from this unit are accepted.
         """
         moved = self.moves.take(location, entry)
         columns = by_row(entry.cells, len(entry.rows))
@@ -130,19 +130,19 @@ class Table:
         return moved
 
     def miss(self, location: int) -> int:
-        """Record the loss of rows that their unit, which has now told all it has, did not name; return their number."""
+        """Record the loss of rows that their unit did not name in its complete report; return their number."""
         unnamed = [number for number, row in self.state.rows.items() if not row.here and row.location == location]
         self.state.silent.discard(epoch_of(location))
         return self.lose_rows(unnamed)
 
     def lose_rows(self, numbers: Iterable[int]) -> int:
-        """Record the loss of rows whose bytes are gone; return their number. Rows that nobody needs are passed over.
+        """Record the loss of rows whose bytes are lost; return their number. Rows that are not needed are ignored.
 
-        Those of a step go with their whole group: it is judged as one, and made again as one.
+        A row of a step is lost with its whole group, because a group is scored, and created again, as one.
         """
         missing: dict[str, dict[int, Row]] = {}
-        asked = dict.fromkeys(numbers)
-        for number in asked:
+        numbered = dict.fromkeys(numbers)
+        for number in numbered:
             if (row := self.state.rows.get(number)) is not None:
                 group = row.group
                 whole = [row] if group.purpose == "open" else group.rows
@@ -150,18 +150,18 @@ class Table:
                 missing.setdefault(group.partition, {}).update(here)
         for partition, rows in missing.items():
             self.state.record(ev.RowsGone(partition, list(rows)))
-            self.state.to_free += [row for number, row in rows.items() if number not in asked]
+            self.state.to_free += [row for number, row in rows.items() if number not in numbered]
         return sum(map(len, missing.values()))
 
     def take_over(self, partition: str, attempt: int) -> None:
-        """Begin an attempt of the partition's creator: older ones are fenced. Raises Fenced for an older one."""
+        """Start an attempt of the partition's creator, which fences older ones. Raises Fenced for an older attempt."""
         held = self.state.partition(partition)
         held.check_creator(attempt)
         if attempt > held.creator:
             self.state.record(ev.PartitionSet(partition, "creator", attempt))
 
     def clear_rows(self, partition: str, rows: Sequence[int]) -> list[bool]:
-        """Forget rows of an open partition, wanted ones too, and free their bytes; False for what is not there."""
+        """Forget rows of an open partition, including wanted ones, and free their bytes; False for unknown rows."""
         held = self.state.partition(partition)
         held.check_purpose("open")
         lost = {row.row for row in held.wanted}
@@ -169,16 +169,16 @@ class Table:
             number in lost or ((row := self.state.rows.get(number)) is not None and row.group.partition == partition)
             for number in rows
         ]
-        if mine := list(dict.fromkeys(number for number, ok in zip(rows, known, strict=True) if ok)):
-            self.state.record(ev.RowsCleared(partition, mine))
+        if found := list(dict.fromkeys(number for number, ok in zip(rows, known, strict=True) if ok)):
+            self.state.record(ev.RowsCleared(partition, found))
         return known
 
     def complete(
         self, lease: str, rows: Sequence[int], cells: Cells, tags: Sequence[dict[str, Tag]] | None
     ) -> list[bool]:
-        """Admit the outputs of rows whose lease is in force, which completes them; False where it is not.
+        """Admit the outputs of rows whose lease is in force, which completes them; return False for other rows.
 
-        A completion that comes again because its answer was lost is admitted again.
+        A completion that is repeated because its reply was lost is admitted again.
         """
         held = self.claims.holder(lease)
         if held is not None:
@@ -205,41 +205,41 @@ class Table:
         return admitted
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str | None, cells: Cells | None = None) -> list[bool]:
-        """Make rows ready again with attempt + 1, keeping what was written so far for the next holder.
+        """Make rows ready again with attempt + 1, and keep the columns written so far for the next holder.
 
-        reason: None where their lease goes on, and only what was written is kept.
+        reason: None if the lease continues, and only the written columns are kept.
         """
         if cells is not None and (held := self.claims.holder(lease)) is not None:
             partition = self.state.partitions[held.partition]
             _check_writers(partition, partition.queues[held.task].spec, cells)
         columns = by_row(cells, len(rows)) if cells is not None else [{} for _ in rows]
         returned = self.claims.give_back(lease, rows, reason)
-        told = zip(rows, columns, returned, strict=True)
-        kept: list[Change] = [(self.state.rows[row], written, {}) for row, written, ok in told if ok]
+        outcomes = zip(rows, columns, returned, strict=True)
+        kept: list[Change] = [(self.state.rows[row], written, {}) for row, written, ok in outcomes if ok]
         add_cells(self.state, kept, partial=True)
         return returned
 
     def wanted(self, partition: str) -> Wanted:
-        """Return the samples to be created again. The revision changes with them and with the controller."""
+        """Return the samples to create again. The revision changes with them and with each start of the controller."""
         held = self.state.partition(partition)
         metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
         return Wanted(revision=self.state.epoch << 32 | held.revision, keys=metas)
 
     def clear(self, partition: str, attempt: int = 0) -> None:
-        """Forget all rows of a partition; its tasks stay declared. attempt: of its creator."""
+        """Forget all rows of a partition; its tasks stay declared. attempt: the attempt of its creator."""
         held = self.state.partition(partition)
         held.check_creator(attempt)
-        said = held.expected is not None or held.closed is not None
-        if said or held.counts.total() or held.cleared > held.forgotten:
+        announced = held.expected is not None or held.closed is not None
+        if announced or held.counts.total() or held.cleared > held.forgotten:
             self.state.record(ev.Cleared(partition))
 
     def close(self, partition: str, step: int) -> None:
-        """Mark a run complete: nothing of steps up to ``step`` should be unfinished; an open partition gets no rows."""
+        """Mark a run as complete up to ``step``, or an open partition as one that accepts no more rows."""
         if self.state.partition(partition).closed != step:
             self.state.record(ev.PartitionSet(partition, "closed", step))
 
     def expect(self, partition: str, total: int) -> None:
-        """Say how many rows there will be in all; may change."""
+        """Set the total number of rows that the partition will have; it may be changed."""
         if self.state.partition(partition).expected != total:
             self.state.record(ev.PartitionSet(partition, "expected", total))
 
@@ -254,6 +254,6 @@ def _check_writers(partition: PartitionState, task: TaskSpec, cells: Cells) -> N
 
 
 def _bare(row: Row) -> RowMeta:
-    """Describe a wanted row: its creator knows the rest, but for one of an open partition only its tags tell it."""
+    """Describe a wanted row. Tags and tokens are only included in an open partition; a job's creator has its own."""
     meta = row.meta
     return meta if meta.purpose == "open" else msgspec.structs.replace(meta, tokens=0, tags={})

@@ -1,10 +1,10 @@
-"""The trainer's ranks as one consumer: which rows make which slot of which step, and what a checkpoint has committed.
+"""The trainer's ranks as one consumer: the rows of each slot of each step, and the steps that checkpoints committed.
 
-Which rows make a slot says ``flow.slots``.
+``flow.slots`` selects the rows of a slot.
 
-Invariants: only the attempt that began last changes anything; a commit or a beginning at θ_k is taken as the proof that
-all ranks finished step k, because a checkpoint that holds it exists; the slot after which nothing of D_step remains is
-``last``, and only that one; the steps above ``committed`` can always be begun anew with the same samples.
+Invariants: only the attempt started last changes anything. A commit of step k, or a start from θ_k, counts as proof
+that all ranks finished step k, because a checkpoint that contains it exists. Exactly the slot after which nothing of
+D_step remains is ``last``. The steps above ``committed`` can always be repeated with the same samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Training:
         self._state = state
 
     def open_step(self, partition: str, step: int, groups: int, size: int) -> None:
-        """Say how many groups of ``size`` samples reach the trainer in D_step; may change until the last slot."""
+        """Set the number of groups of ``size`` samples of D_step; it may change until the last slot is decided."""
         where = f"{partition} step {step}"
         if step < 1 or groups < 0 or size < 1:
             raise Refused(f"a step of {groups} groups of {size} samples is none; steps count from 1", where=where)
@@ -48,7 +48,7 @@ class Training:
         self._state.record(ev.Opened(partition, step, groups, size))
 
     def exchange(self, partition: str, serial: int, step: int, late: int) -> None:
-        """Move a group into D_step in place of ``late``; the same pair again changes nothing."""
+        """Move a group into D_step in exchange for ``late``; repeating the exchange has no effect."""
         known, where = self._state.partition(partition), f"{partition} step {step}"
         groups, held = known.groups, {one: step for step in known.gang.steps.values() for one in step.bound}
         pair = [groups[one] for one in (serial, late) if one in groups]
@@ -63,24 +63,24 @@ class Training:
         self._state.record(ev.Exchanged(partition, (serial, late)))
 
     def begin(self, partition: str, attempt: int, step: int, world: int) -> None:
-        """Begin an attempt of a trainer whose weights are θ_step; see ``QueueClient.begin``."""
+        """Start an attempt of a trainer whose weights are θ_step; see ``QueueClient.begin``."""
         held, where = self._gang(partition), f"{partition} begin"
         gang = held.gang
         if attempt < 0 or step < 0 or world < 1:
             raise Refused(f"attempt {attempt}, step {step}, world {world} cannot be", where=where)
         if attempt < gang.attempt:
             hint = "A newer attempt of the trainer runs; this one must end"
-            raise Fenced(f"trainer attempt {attempt} is over, {gang.attempt} has begun", where=where, hint=hint)
+            raise Fenced(f"trainer attempt {attempt} is over, {gang.attempt} has started", where=where, hint=hint)
         if attempt == gang.attempt:
             if (step, world) != (gang.theta, gang.world):
-                began = f"θ{gang.theta} and {gang.world} ranks"
-                raise Refused(f"attempt {attempt} began with {began}, not θ{step} and {world}", where=where)
+                started = f"θ{gang.theta} and {gang.world} ranks"
+                raise Refused(f"attempt {attempt} started with {started}, not θ{step} and {world}", where=where)
             return
         gang.check_contained(step, where=where)
         self._state.record(ev.Began(partition, attempt, step, world))
 
     def slot(self, ask: AskSlot) -> Slot | None:
-        """Return what a rank trains in that slot; decide it if that can be done now; None while it cannot."""
+        """Return what the rank trains in that slot, deciding the slot if possible; None if it cannot be decided yet."""
         step, slot = ask.step, ask.slot
         held, where = self._gang(ask.partition), f"{ask.partition} step {step} slot {slot}"
         held.gang.check_attempt(ask.attempt, where=where)
@@ -110,7 +110,7 @@ class Training:
         return Slot(step=step, slot=slot, rows=leased_rows(rows), last=decision.last, totals=totals)
 
     def over(self, partition: str, step: int) -> bool:
-        """Tell whether the partition was closed before ``step``, which then never comes."""
+        """Return whether the partition was closed before ``step``, so that the step never comes."""
         held = self._gang(partition)
         known = held.gang.steps.get(step)
         return held.closed is not None and step > held.closed and (known is None or known.groups is None)
@@ -130,7 +130,7 @@ class Training:
             self._state.record(ev.RankDone(partition, step, rank))
 
     def commit(self, partition: str, attempt: int, step: int) -> None:
-        """Note that a checkpoint contains ``step``: the rows of steps up to it are trained, their bytes freed."""
+        """Note that a checkpoint contains ``step``: rows of steps up to it are trained, and their bytes are freed."""
         held, where = self._gang(partition), f"{partition} commit {step}"
         held.gang.check_attempt(attempt, where=where)
         if step > held.gang.committed:
@@ -147,10 +147,10 @@ class Training:
 def decide(
     step: Step, ready: Iterable[RowGroup], *, count: int, world: int, tokens: int, spec: TaskSpec, partition: str
 ) -> SlotDecided | None:
-    """Decide the next slot of ``step``, or return None while there is nothing to decide.
+    """Decide the next slot of ``step``, or return None if that is not possible yet.
 
-    ready: groups in the order in which they may be taken, read only as far as needed; count: how many there are;
-    tokens: most weight of one rank; spec: of the gang, which may wait for all of D_step, or keep each group together.
+    ready: groups in the order in which they may be taken, read only as far as needed; count: their number; tokens:
+    weight limit of one rank; spec: the gang's task, which may wait for all of D_step, or keep each group together.
     """
     if step.groups is None:
         return None
@@ -160,14 +160,14 @@ def decide(
     if room > 0 and count == 0 and not step.carry:
         return None
     fresh = ([row for row in group.rows if row.state < FINAL] for group in islice(ready, max(0, room)))
-    asked = SlotRequest(world, tokens, groups=spec.groups, shared=spec.shared_tokens)
+    request = SlotRequest(world, tokens, groups=spec.groups, shared=spec.shared_tokens)
     loads = step.loads(world, spec)
-    dealt = next_slot(list(step.carry.values()), fresh, asked, before=loads, complete=count >= room)
-    ranks = dealt or [[] for _ in range(world)]
-    given = [row for rank in ranks for row in rank]
-    begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
-    bound = sorted([group.serial for group in begun])
-    opened = len([row for group in begun for row in group.rows if row.state < FINAL])
+    selected = next_slot(list(step.carry.values()), fresh, request, before=loads, complete=count >= room)
+    ranks = selected or [[] for _ in range(world)]
+    taken = [row for rank in ranks for row in rank]
+    new_groups = [group for group in dict.fromkeys([row.group for row in taken]) if group.serial not in step.bound]
+    bound = sorted([group.serial for group in new_groups])
+    opened = len([row for group in new_groups for row in group.rows if row.state < FINAL])
     before = step.totals
     return SlotDecided(
         partition=partition,
@@ -175,8 +175,8 @@ def decide(
         slot=len(step.slots),
         bound=bound,
         ranks=[[row.row for row in rank] for rank in ranks],
-        last=len(given) == len(step.carry) + opened and len(bound) >= room,
+        last=len(taken) == len(step.carry) + opened and len(bound) >= room,
         groups=before.groups + len(bound),
-        samples=before.samples + len(given),
-        response_tokens=before.response_tokens + sum([row.response_tokens for row in given]),
+        samples=before.samples + len(taken),
+        response_tokens=before.response_tokens + sum([row.response_tokens for row in taken]),
     )
