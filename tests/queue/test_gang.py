@@ -249,7 +249,7 @@ def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
 def test_a_step_or_a_trainer_that_cannot_be_is_refused(queue, wrong):
     before = list(queue.events())
     step, groups, size = wrong
-    with pytest.raises(Refused, match="samples is none"):
+    with pytest.raises(Refused, match="samples is not valid"):
         queue.table.training.open_step(P, step, groups, size)
     with pytest.raises(Refused, match="cannot be"):
         queue.table.training.begin(P, step - 1, groups, size)

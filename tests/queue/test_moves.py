@@ -310,7 +310,7 @@ class Movement(RuleBasedStateMachine):
             assert unit.budget.promised == sum(row.promise for row in unit.holdings.rows.values())
             for number in here:
                 row, truth = state.rows[number], self.truth[number]
-                assert (set(row.columns), row.here) == (set(truth), True)
+                assert (set(row.columns), row.reported) == (set(truth), True)
                 got = self.runner.run(unit.holdings.fetch([number], list(truth)))
                 assert {name: int(of.row(0)[0]) for name, of in got.items()} == truth
         auditor = Auditor()
@@ -427,7 +427,7 @@ def test_a_restarted_controller_takes_rows_over_from_a_unit_that_has_not_greeted
     queue.restart(compacted=True)
     queue.runner.run(queue.greeted(other))
     assert set(rows_at(queue, other.index)) >= set(rows)
-    assert all(queue.table.state.rows[number].here for number in rows)
+    assert all(queue.table.state.rows[number].reported for number in rows)
 
 
 def test_rows_of_a_unit_that_died_over_its_leave_are_wanted_and_what_was_sent_is_freed(queue):

@@ -85,7 +85,7 @@ class Followed:
         fresh = [number for number in self.primary.state.rows if number not in self.told_of]
         self.told_of.update(fresh)
         for number in fresh:
-            self.primary.state.rows[number].here = True
+            self.primary.state.rows[number].reported = True
         self.feed.held(fresh)
         self.replica.follow(self.feed)
 

@@ -60,7 +60,7 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next(caplog):
         await controller.sessions.get()
     assert [(method, call.rows) for method, call in controller.told] == [("units.lost", [5, 6])]
     assert controller.greeted == [0, 7]
-    assert "unit 0 begins anew with its controller: it was killed" in caplog.messages
+    assert "unit 0 restarts its session: it was killed" in caplog.messages
     await session.close()
 
 

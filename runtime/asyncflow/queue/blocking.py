@@ -1,10 +1,10 @@
-"""The client of a queue for threads: the methods of ``QueueClient`` and ``Partition``, each of which blocks.
+"""The client of a queue for threads: the methods of ``QueueClient`` and ``Partition``, as blocking functions.
 
-One event loop in a thread of its own carries out the calls of all threads, beside the client's heartbeats.
+One event loop in a separate thread executes the calls of all threads, and sends the client's heartbeats.
 
-Invariants: an interrupted call has ended before its exception is raised, and a claim among them has returned its lease;
-a process that was forked is a client of its own, with connections, names and heartbeats of its own, as soon as it uses
-the queue, and leaves those of its parent alone.
+Invariants: an interrupted call has ended before its exception is raised, and an interrupted claim has returned its
+lease. A forked process becomes a separate client when it first uses the queue, with its own connections, names and
+heartbeats, and leaves those of its parent alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]
     return call
 
 
-def _made_from(source: type) -> Callable[[type[C]], type[C]]:
-    """Make a class decorator that adds the public coroutine functions of ``source``, as functions that block."""
+def _blocking_methods_of(source: type) -> Callable[[type[C]], type[C]]:
+    """Return a class decorator that adds the public coroutine functions of ``source`` as blocking functions."""
 
     def add(target: type[C]) -> type[C]:
         for name, method in inspect.getmembers(source, inspect.iscoroutinefunction):
@@ -59,32 +59,32 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
         await asyncio.wait(ending)
 
 
-@_made_from(QueueClient)
+@_blocking_methods_of(QueueClient)
 class BlockingQueue:
-    """A ``QueueClient`` for threads. opened: makes that client; in a process that was forked it is called again."""
+    """A ``QueueClient`` for threads. opened: creates that client, again in each forked process."""
 
     def __init__(self, opened: Callable[[], AbstractAsyncContextManager[QueueClient]]) -> None:
         self.closed = False
         self._opened = opened
         self._inherited: list[object] = []
-        self._begin()
-        _living.add(self)
+        self._reset()
+        _open_queues.add(self)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: QueueClient | None = None
         self._stack = AsyncExitStack()
         self._running: set[asyncio.Task[Any]] = set()
         self._lock = threading.RLock()
 
-    def begin_anew(self) -> None:
-        """Forget what belongs to the parent of this process, but close nothing of it: both share its sockets."""
+    def reset_after_fork(self) -> None:
+        """Forget the objects of the parent process without closing them, since both processes share its sockets."""
         self._inherited.append((self._loop, self._client, self._stack, self._running))
-        self._begin()
+        self._reset()
 
     @property
     def awaited(self) -> QueueClient:
-        """The client whose methods are run. Raises PeerLost where this was closed."""
+        """The client whose methods are called. Raises PeerLost if this was closed."""
         with self._lock:
             if self.closed:
                 raise _closed()
@@ -97,7 +97,7 @@ class BlockingQueue:
             return self._client
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
+        """Return the result of ``job``; an interrupted caller cancels it, and waits until it has ended."""
         ended, tasks = threading.Lock(), list[asyncio.Task[T]]()
         ended.acquire()
 
@@ -119,7 +119,7 @@ class BlockingQueue:
             ended.acquire()
         except BaseException:
             asyncio.run_coroutine_threadsafe(cancelled(tasks), loop).result()
-            if self._client is not None:  # a claim that was interrupted has more to say
+            if self._client is not None:  # an interrupted claim still has to report that
                 self.run(self._client.peers.settle())
             raise
         try:
@@ -128,7 +128,7 @@ class BlockingQueue:
             raise _closed() from None
 
     def close(self) -> None:
-        """Leave the queue. Calls under way, and later ones, raise PeerLost."""
+        """Leave the queue. Calls in progress, and later ones, raise PeerLost."""
         with self._lock:
             self.closed = True
             loop, self._loop = self._loop, None
@@ -148,9 +148,9 @@ def _closed() -> PeerLost:
     return PeerLost("this client was closed", where="queue client")
 
 
-@_made_from(Partition)
+@_blocking_methods_of(Partition)
 class BlockingPartition:
-    """A ``Partition`` for threads; see there."""
+    """A ``Partition`` for threads."""
 
     def __init__(self, queue: BlockingQueue, name: str, *, tensors: bool = False) -> None:
         self.queue = queue
@@ -160,7 +160,7 @@ class BlockingPartition:
 
     @property
     def awaited(self) -> Partition:
-        """The partition whose methods are run."""
+        """The partition whose methods are called."""
         return Partition(self.queue.awaited, self.name, tensors=self._tensors)
 
     if TYPE_CHECKING:
@@ -168,24 +168,24 @@ class BlockingPartition:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
-_living: weakref.WeakSet[BlockingQueue] = weakref.WeakSet()
+_open_queues: weakref.WeakSet[BlockingQueue] = weakref.WeakSet()
 
 
-def _begin_anew() -> None:
-    for queue in _living:
-        queue.begin_anew()
+def _reset_after_fork() -> None:
+    for queue in _open_queues:
+        queue.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @contextmanager
 def connect(
     address: str, *, credentials: Credentials | None = None, timeout: float = JOIN_S
 ) -> Iterator[BlockingQueue]:
-    """Be a client of the queue at ``address`` in threads; see ``aconnect``.
+    """Connect to the queue at ``address`` from threads; see ``aconnect``.
 
-    Heartbeats go on in a thread of their own, however long the others block, as long as something lets go of the GIL.
+    Heartbeats are sent by a separate thread, however long other threads block, as long as they release the GIL.
     """
     credentials = credentials or Credentials.of_environment()
     queue = BlockingQueue(lambda: aconnect(address, credentials=credentials, timeout=timeout))

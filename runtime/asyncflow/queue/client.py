@@ -1,11 +1,11 @@
-"""The client of a queue for an event loop, of all roles and of everyone who joins by its address (``aconnect``).
+"""The client of a queue for an event loop, for all roles and for users who join by its address (``aconnect``).
 
-Every method has a deadline and survives the restart of controllers and units. Row ids are handles: they are never used
-again, and one whose row is gone is refused, for reading (StaleHandle) as for writing.
+Every method has a deadline and survives restarts of controllers and units. Row ids are handles: they are never used
+again, and the id of a row that no longer exists is refused for reading (StaleHandle) and writing.
 
-Invariants: a claim has one ticket, however often it is made again, and says so when it is cancelled, so that no row
-stays leased to nobody; a method that names rows does what it says to all of them, or raises; columns come back in the
-order of the rows asked for.
+Invariants: a claim keeps its ticket when it is repeated, and tells the controller when it is cancelled, so that no row
+stays leased without a holder. A method that names rows takes effect on all of them, or raises. Columns are returned in
+the order of the named rows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from asyncflow.queue.peers import (
     Peers,
     Rows,
     Tags,
-    call_where_they_lie,
+    call_at_units,
     check_rows,
-    encoded,
+    gather_all,
+    group_indices,
     in_order,
     left,
-    located,
+    locate,
     now,
-    parts_by,
+    pack_rows,
     scatter,
-    together,
 )
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
@@ -49,7 +49,7 @@ from asyncflow.rpc.tls import Credentials
 
 JOIN_S = 30.0
 _CONTROLLERS = 4
-"""Most controllers that are asked about a task before one is found that decides about it."""
+"""Limit of controllers to call until one is found that decides about a task."""
 _ABANDON_S = 2.0
 _MOST_BYTES = 1 << 40
 _INDICES = 1 << 62
@@ -58,10 +58,10 @@ _INDICES = 1 << 62
 class QueueClient:
     """One process's client.
 
-    find: returns the address of controller or storage unit i, by its role, None while there is none; units: the indices
-    of the units that take new rows; worker: who holds the leases (its incarnation); attempt: of the role, which its
-    samples carry (see ``take_over``); credentials: of this process. Timeouts are in seconds and for the whole of a
-    method, which raises DeadlineExceeded where they were not enough.
+    find: returns the address of controller or storage unit i, by its role, None if there is none yet; units: returns
+    the indices of the units that accept new rows; worker: holder of the leases (an incarnation); attempt: attempt of
+    the role, which its samples carry (see ``take_over``); credentials: of this process. Timeouts are in seconds and
+    apply to a whole method, which raises DeadlineExceeded when the time is over.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class QueueClient:
 
     @classmethod
     def of(cls, membership: Membership, *, credentials: Credentials | None = None, worker: str = "") -> QueueClient:
-        """Make the client of a member, which finds controllers and units by its directory.
+        """Return the client of a member, which finds controllers and units in its directory.
 
-        worker: who holds the leases, if not this member.
+        worker: holder of the leases, if not this member.
         """
         return cls(
             find=membership.address,
@@ -107,7 +107,7 @@ class QueueClient:
         await self.peers.close()
 
     async def declare(self, tasks: Sequence[messages.TaskSpec], *, timeout: float) -> None:
-        """Make tasks known; again with the same changes nothing."""
+        """Declare tasks; repeating a declaration has no effect."""
         await self.ask("queue.declare", calls.Declare(list(tasks)), calls.Done, timeout=timeout)
 
     async def put(
@@ -122,18 +122,19 @@ class QueueClient:
         samples: messages.Samples | None = None,
         timeout: float,
     ) -> unit_calls.RowIds:
-        """Put rows, ``group_size`` of them a group, and return their ids in their order. Waits for room.
+        """Put rows in groups of ``group_size``, and return their ids in order. Waits for room.
 
-        keys: names of the rows, unique in the partition: a row whose key is there already is left as it is, and
-        ``RowIds.new`` says so; outputs: most bytes of each column that a row gets later, kept free for it. All rows are
-        put, on one unit, or none.
+        keys: names of the rows, unique in the partition: an existing row with the key is not changed, as ``RowIds.new``
+        reports; outputs: most bytes of each column that a row gets later, which are reserved. All rows are put, on one
+        unit, or none.
 
-        samples: which groups a job puts into a partition of its own, for its steps or evaluations. They may lie on
-        several units, each group whole, and are there whole or not at all. One that exists, or existed already, is
-        left as it is and is not ``new``; one that is wanted is put again.
+        samples: the groups that a job puts into its own partition, for its steps or evaluations. They may be on several
+        units, each group whole; each exists as a whole or not at all. An existing or former group is not changed and
+        not ``new``; a wanted one is put again.
 
-        Raises Refused for columns that do not fit the partition's, for what no unit holds, and without ``samples`` for
-        more than 960 MiB or 1,048,576 rows; Fenced where a newer attempt of the samples' creator has taken over.
+        Raises Refused for columns that do not fit the partition, for more bytes than any unit can hold, and without
+        ``samples`` for more than 960 MiB or 1,048,576 rows; Fenced if a newer attempt of the samples' creator has taken
+        over.
         """
         rows = len(next(iter(columns.values()), tags or ()) if keys is None else keys)
         check_rows(columns, tags, rows=rows)
@@ -167,18 +168,18 @@ class QueueClient:
         ticket: str = "",
         timeout: float,
     ) -> Claimed:
-        """Lease rows for a task, waiting until there are some; none when the time is over or nothing will come.
+        """Lease rows for a task, waiting until there are some; none after a timeout or if no more will come.
 
-        max_rows: most rows, but at least one group where the task takes groups; min_rows: that many or none;
+        max_rows: most rows, but at least one group if the task takes groups; min_rows: return that many rows or none;
         max_groups: most groups.
 
-        version: step of the weights that the caller has; accept: further steps that it could load. The rows are of the
-        first kind if there are any, else of the second, never both.
+        version: step of the caller's weights; accept: further steps that it could load. The rows suit ``version`` if
+        there are any such rows, otherwise ``accept``, but never both.
 
-        until_done: a closed partition has not ``ended`` as long as others hold rows of the task, which may come back;
-        ticket: a name for ``withdraw`` that the caller gives to no other claim.
+        until_done: a closed partition has not ``ended`` while other workers hold rows of the task, which may be
+        returned; ticket: a name for ``withdraw``, unique among the caller's claims.
 
-        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that time.
+        Raises DeadlineExceeded if the controller has not answered ``GRACE_S`` after the timeout.
         """
         request = calls.ClaimRows(
             partition=partition,
@@ -205,8 +206,8 @@ class QueueClient:
                     what=f"claiming from {partition}/{task}",
                     peer=peer,
                 )
-            except Misdirected as there:
-                self._deciding[place] = Peer(CONTROLLER.role, there.controller)
+            except Misdirected as misdirected:
+                self._deciding[place] = Peer(CONTROLLER.role, misdirected.controller)
             except (asyncio.CancelledError, KeyboardInterrupt):
                 abandon = calls.ClaimTicket(request.worker, request.ticket)
                 self.peers.send(peer, "queue.abandon", abandon, calls.Done, timeout=_ABANDON_S)
@@ -214,57 +215,57 @@ class QueueClient:
         raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
 
     async def withdraw(self, ticket: str, *, partition: str, task: str, timeout: float) -> None:
-        """End the claim ``ticket`` now: with the rows that it was granted already, or without any.
+        """End a claim now, with the rows that it was already granted, or without rows.
 
-        Unlike a claim that is cancelled, it gives no rows back that somebody just got.
+        Unlike cancelling the claim, this does not return rows that were just granted.
         """
         peer = self._deciding.get((partition, task), CONTROLLER)
         claim = calls.ClaimTicket(self.worker, ticket)
         await self.ask("queue.withdraw", claim, calls.Done, timeout=timeout, peer=peer)
 
     async def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
-        """Return ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
+        """Return ``columns`` of ``rows`` in the order given, with one call per unit; empty int64 columns for no rows.
 
-        The arrays are writable and the caller's own. Raises StaleHandle for a row that was cleared or lost, Refused for
-        more than 1 GiB of one unit.
+        The arrays are writable and owned by the caller. Raises StaleHandle for a row that was cleared or lost, Refused
+        for more than 1 GiB from one unit.
         """
-        asked, units = located(rows)
-        if not asked:
+        ids, units = locate(rows)
+        if not ids:
             return {name: Jagged.from_rows([], "int64") for name in columns}
-        unit_of_row = dict(zip(asked, units, strict=True))
-        once = list(unit_of_row)
+        unit_of_row = dict(zip(ids, units, strict=True))
+        unique_ids = list(unit_of_row)
 
         async def call(unit: Peer, indices: Sequence[int], seconds: float) -> dict[str, Jagged]:
-            request = unit_calls.FetchRows([once[i] for i in indices], list(columns))
+            request = unit_calls.FetchRows([unique_ids[i] for i in indices], list(columns))
             header, frames = await self.peers.call(unit, "unit.fetch", request, BatchHeader, timeout=seconds)
             return decode_batch(header, frames, max_bytes=_MOST_BYTES)
 
-        where = list(unit_of_row.values())
-        parts = await call_where_they_lie(self.peers, once, where, call, what="fetching rows", timeout=timeout)
-        if lost := [once[i] for indices, got in parts if got is None for i in indices]:
-            hint = "It was cleared, or was lost with its unit; a job makes a lost sample again, others put it again"
-            raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
-        fetched = [got for _, got in parts if got is not None]
-        joined = {name: Jagged.gather([(got[name], 0, len(got[name])) for got in fetched]) for name in columns}
-        came = [once[i] for indices, _ in parts for i in indices]
-        if came == asked:
+        last_units = list(unit_of_row.values())
+        parts = await call_at_units(self.peers, unique_ids, last_units, call, what="fetching rows", timeout=timeout)
+        if lost := [unique_ids[i] for indices, part in parts if part is None for i in indices]:
+            hint = "It was cleared, or lost with its unit: put it again, unless a job creates its samples again"
+            raise StaleHandle(f"row {lost[0]} and {len(lost) - 1} others do not exist", where="fetch", hint=hint)
+        fetched = [part for _, part in parts if part is not None]
+        joined = {name: Jagged.gather([(part[name], 0, len(part[name])) for part in fetched]) for name in columns}
+        received = [unique_ids[i] for indices, _ in parts for i in indices]
+        if received == ids:
             return joined
-        places = {row: place for place, row in enumerate(came)}
-        return {name: column.take([places[row] for row in asked]) for name, column in joined.items()}
+        places = {row: place for place, row in enumerate(received)}
+        return {name: column.take([places[row] for row in ids]) for name, column in joined.items()}
 
     async def complete(
         self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, tags: Tags | None = None, timeout: float
     ) -> list[bool]:
-        """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' own.
+        """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' tags.
 
-        False where the lease has ended or the row is gone: nothing was changed. Waits for room.
+        False for rows whose lease has ended or that no longer exist; they are not changed. Waits for room.
         """
         return await self._write(rows, [row.lease for row in rows], columns, tags=tags, timeout=timeout)
 
     async def give_back(
         self, rows: Sequence[LeasedRow], *, reason: str, columns: Mapping[str, Jagged] | None = None, timeout: float
     ) -> list[bool]:
-        """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
+        """Return leased rows, ready with attempt + 1. columns: unfinished values, kept for the next holder."""
         reason = reason or "given back"
         if columns:
             leases = [row.lease for row in rows]
@@ -272,20 +273,20 @@ class QueueClient:
         return await self._end(rows, reason=reason, drop=False, timeout=timeout)
 
     async def save(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, timeout: float) -> list[bool]:
-        """Keep what there is so far of leased rows for whoever holds them next; their leases go on.
+        """Save unfinished columns of leased rows for their next holder; the leases continue.
 
-        It takes the place of what was saved before. False where there is no room now, or the lease has ended.
+        They replace what was saved before. False if there is no room now, or the lease has ended.
         """
         return await self._write(rows, [row.lease for row in rows], columns, outcome="keep", timeout=timeout)
 
     async def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
-        """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        """Drop leased rows permanently; as filtered if ``reason`` begins with "filtered", otherwise as dropped."""
         return await self._end(rows, reason=reason, drop=True, timeout=timeout)
 
     async def renew(self, leases: Sequence[str], *, timeout: float) -> list[str]:
-        """Begin the time of leases anew, and return those that are in force."""
+        """Restart the time of leases, and return those that are in force."""
         unique = list(dict.fromkeys(leases))
-        kept = await together(
+        kept = await gather_all(
             self.ask(
                 "queue.renew",
                 calls.Leases([unique[i] for i in indices]),
@@ -293,88 +294,88 @@ class QueueClient:
                 timeout=timeout,
                 peer=Peer(CONTROLLER.role, index),
             )
-            for index, indices in parts_by(map(controller_of, unique)).items()
+            for index, indices in group_indices(map(controller_of, unique)).items()
         )
         return [lease for part in kept for lease in part]
 
     async def write(
         self, rows: Sequence[int], columns: Mapping[str, Jagged], *, tags: Tags | None = None, timeout: float
     ) -> None:
-        """Add columns to rows, or replace them there; tags are merged into the rows' own. Waits for room.
+        """Add or replace columns of rows; tags are merged into the rows' tags. Waits for room.
 
-        Raises StaleHandle for a row that is not there, Refused for columns that do not fit the partition's; of the rows
-        of one storage unit then none was written.
+        Raises StaleHandle for a row that does not exist, Refused for columns that do not fit the partition; then no row
+        of that storage unit was written.
         """
         check_once(rows, "row")
         lease = f"{WRITE}{self._name}-{next(self._numbers)}"
         written = await self._write(rows, [lease] * len(rows), columns, tags=tags, timeout=timeout)
-        if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
-            raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
+        if lost := [row for row, ok in zip(rows, written, strict=True) if not ok]:
+            raise StaleHandle(f"rows {lost} were lost with their unit", where="write", hint="Put them again")
 
     async def list_all(self, *, timeout: float) -> dict[str, Listing]:
-        """Return the rows of every partition, by its name, each as it is when its turn comes."""
+        """Return the rows of every partition, by its name; each partition is read at a different time."""
         names, deadline = await self.partitions(timeout=timeout), now() + timeout
-        listings = await together(
+        listings = await gather_all(
             self.ask("open.list", calls.InPartition(name), Listing, timeout=left(deadline)) for name in names
         )
         return dict(zip(names, listings, strict=True))
 
     async def partitions(self, *, timeout: float) -> dict[str, int]:
-        """Return the partitions and how many rows each has."""
+        """Return the partitions and the number of rows of each."""
         return await self.ask("open.partitions", calls.Nothing(), dict[str, int], timeout=timeout)
 
     async def show(self, partition: str, *, timeout: float) -> PartitionView:
-        """Return how far the tasks of a partition are, and what they wait for."""
+        """Return the progress of the tasks of a partition, and the rows that they wait for."""
         return await self.ask("queue.show", calls.InPartition(partition), PartitionView, timeout=timeout)
 
     async def close_partition(self, *, partition: str, step: int, timeout: float) -> None:
-        """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""
+        """Mark the run complete: every sample of steps up to ``step`` should be final, which the audit checks."""
         await self.ask("queue.close", calls.Close(partition, step), calls.Done, timeout=timeout)
 
     async def clear_partition(self, *, partition: str, timeout: float) -> None:
-        """Forget all rows of a partition; tasks stay declared, and its samples can be put anew.
+        """Forget all rows of a partition; tasks stay declared, and its samples can be put again.
 
-        Raises Fenced where a newer attempt of this creator has taken over.
+        Raises Fenced if a newer attempt of this creator has taken over.
         """
         await self.ask("queue.clear", calls.CreatorAttempt(partition, self.attempt), calls.Done, timeout=timeout)
 
     async def take_over(self, *, partition: str, timeout: float) -> None:
-        """Say that this attempt of the partition's creator begins.
+        """Start this attempt of the partition's creator.
 
-        From now on, across restarts of the controller, nothing that an older one created is admitted, although it may
-        have been under way all the time. Raises Fenced if a newer attempt has taken over.
+        From now on, across restarts of the controller, no put of an older attempt is admitted, even if it was sent
+        earlier. Raises Fenced if a newer attempt has taken over.
         """
         request = calls.CreatorAttempt(partition, self.attempt)
         await self.ask("queue.take_over", request, calls.Done, timeout=timeout)
 
     async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
-        """Say how many groups reach the trainer in D_step; may be changed until all of them were leased."""
+        """Set the number of groups of D_step; it may be changed until all of them were leased."""
         request = calls.OpenStep(partition, step, groups, group_size)
         await self.ask("queue.open_step", request, calls.Done, timeout=timeout)
 
     async def exchange(self, *, partition: str, serial: int, step: int, late: int, timeout: float) -> None:
-        """Move a group into D_step in place of ``late``, which takes its step; the same pair again changes nothing.
+        """Move a group into D_step in exchange for ``late``, which takes its step; repeating this has no effect.
 
-        Raises Refused where one is in a slot or has ended, or where they are of different versions.
+        Raises Refused if one of them is in a slot or has ended, or if their versions differ.
         """
         request = calls.Exchange(partition, serial, step, late)
         await self.ask("queue.exchange", request, calls.Done, timeout=timeout)
 
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
-        """Say that a trainer begins whose weights are θ_step; every rank may say it.
+        """Start a trainer attempt whose weights are θ_step; every rank may call this.
 
-        Rows of steps up to ``step`` are committed, those of later steps can be had again; older attempts are fenced.
-        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never leased.
+        Rows of steps up to ``step`` are committed, and rows of later steps become available again; older attempts are
+        fenced. Raises Fenced if a newer attempt has started, Refused if θ_step contains samples that were never leased.
         """
         await self.ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
 
     async def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
     ) -> Slot | None:
-        """Return what ``rank`` trains in a slot, the same whenever it is asked; None if nothing was ready in time,
-        or at once where the partition was closed below ``step``.
+        """Return what ``rank`` trains in a slot, always the same; None if nothing was ready in time, or immediately if
+        the partition was closed before ``step``.
 
-        tokens: most tokens of one rank in the slot (a longer sample goes alone). Slots are asked for in order.
+        tokens: most tokens of one rank in the slot (a longer sample goes alone). Slots are requested in order.
         """
         answer = await self.peers.park(
             "queue.slot",
@@ -387,34 +388,34 @@ class QueueClient:
         return answer.slot
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
-        """Say that ``rank`` has finished the optimizer step; the step is staged when all have."""
+        """Report that ``rank`` has finished the optimizer step; the step is staged when all ranks have."""
         await self.ask("queue.step_done", calls.StepDone(partition, attempt, step, rank), calls.Done, timeout=timeout)
 
     async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
-        """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
+        """Report that a checkpoint contains all steps up to ``step``: their rows are trained and their bytes freed."""
         await self.ask("queue.commit", calls.TrainerStep(partition, attempt, step), calls.Done, timeout=timeout)
 
     async def sync(self, *, timeout: float) -> None:
-        """Sync the ledger to disk, with everything that was answered up to now, whatever its class."""
+        """Sync the ledger, with everything answered so far, to disk, whatever its durability class."""
         await self.ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
 
     async def wanted(self, *, partition: str, known: int, timeout: float) -> messages.Wanted:
-        """Return the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
+        """Return the samples to create again, when their revision differs from ``known``, or after ``timeout``."""
         return await self.peers.park(
             "queue.wanted",
             lambda wait_s: calls.AskWanted(partition, known, wait_s),
             messages.Wanted,
             answers=lambda wanted: wanted.revision != known,
             deadline=now() + timeout,
-            what=f"what {partition} wants",
+            what=f"the wanted samples of {partition}",
         )
 
     async def expire(self, *, worker: str, timeout: float) -> None:
-        """Say that a worker is dead: its leases end now."""
+        """Report that a worker is dead: its leases end now."""
         await self.ask("queue.expire", calls.Expire(worker), calls.Done, timeout=timeout)
 
     async def stats(self, *, timeout: float) -> messages.QueueStats:
-        """Return the counts of now."""
+        """Return the current counts."""
         return await self.ask("queue.stats", calls.Nothing(), messages.QueueStats, timeout=timeout)
 
     async def units_there(self, *, timeout: float) -> list[UnitView]:
@@ -422,19 +423,19 @@ class QueueClient:
         return await self.ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
 
     async def drain_unit(self, unit: int, *, timeout: float) -> None:
-        """Drain a storage unit: it takes nothing new, and its rows move to others, which takes its time.
+        """Drain a storage unit: it accepts nothing new, and its rows move to other units, which takes time.
 
-        Raises Refused where there is no such unit.
+        Raises Refused if there is no such unit.
         """
         await self.ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
 
     async def snapshot(self, *, partition: str, step: int | None = None, timeout: float) -> messages.PartitionSnapshot:
-        """Return how far a partition has come; with ``step``, of its steps that one alone, and nothing is missing."""
+        """Return the progress of a partition; with ``step``, only of this step, and with an empty ``missing``."""
         request = calls.AskSnapshot(partition, step)
         return await self.ask("queue.snapshot", request, messages.PartitionSnapshot, timeout=timeout)
 
     async def audit(self, *, timeout: float) -> messages.AuditReport:
-        """Ask the controller to audit its ledger."""
+        """Audit the controller's ledger."""
         return await self.ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
 
     async def _write(
@@ -449,11 +450,11 @@ class QueueClient:
         timeout: float,
     ) -> list[bool]:
         """Write to ``rows``, each under its lease, and return whether each was written. See ``WriteRows``."""
-        ids, units = located(rows)
+        ids, units = locate(rows)
         check_rows(columns, tags, rows=len(ids))
 
         async def call(unit: Peer, indices: Sequence[int], seconds: float) -> list[bool]:
-            header, frames = encoded(columns, indices, rows=len(ids))
+            header, frames = pack_rows(columns, indices, rows=len(ids))
             request = unit_calls.WriteRows(
                 lease=leases[indices[0]],
                 rows=[ids[i] for i in indices],
@@ -465,9 +466,7 @@ class QueueClient:
             )
             return (await self.peers.call(unit, "unit.write", request, list[bool], timeout=seconds, frames=frames))[0]
 
-        parts = await call_where_they_lie(
-            self.peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout
-        )
+        parts = await call_at_units(self.peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout)
         return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
 
     async def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
@@ -484,13 +483,13 @@ class QueueClient:
 async def aconnect(
     address: str, *, credentials: Credentials | None = None, timeout: float = JOIN_S, worker: str = ""
 ) -> AsyncIterator[QueueClient]:
-    """Be a client of the queue at ``address`` (``status.address``, e.g. ``tcp://scores-controller.rl.svc:5571``).
+    """Connect to the queue at ``address`` (``status.address``, e.g. ``tcp://scores-controller.rl.svc:5571``).
 
-    The client joins the queue's directory, which tells it where controllers and units are. Heartbeats go on in the
-    running event loop, so the loop must be kept free. Leases end when their client leaves or falls silent.
+    The client joins the queue's directory, which contains the addresses of controllers and units. Heartbeats are sent
+    in the running event loop, so the loop must not be blocked. Leases end when their client leaves or falls silent.
 
     credentials: of this process, by default those that ``ASYNCFLOW_TLS`` names; timeout: seconds to wait for the queue;
-    worker: who holds the leases, where they are to outlive this client. Raises DeadlineExceeded without an answer.
+    worker: holder of the leases, if they are to outlive this client. Raises DeadlineExceeded without an answer.
     """
     credentials = credentials or Credentials.of_environment()
     identity = uuid.uuid4()
@@ -506,7 +505,7 @@ async def aconnect(
 
 
 def check_once(names: Sequence[int] | Sequence[str], what: str) -> None:
-    """Refuse rows, or keys, of which one is named twice."""
+    """Refuse rows, or keys, that are named twice."""
     if len(set(names)) != len(names):
         twice = sorted({str(name) for name in names if list(names).count(name) > 1})[:8]
         raise Refused(f"{what} {', '.join(twice)} is named twice", where="queue client", hint=f"Name each {what} once")

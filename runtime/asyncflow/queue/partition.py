@@ -1,6 +1,6 @@
-"""One open partition with users' values: put, read, write, claim and complete plain arrays, tensors, texts and objects.
+"""One open partition with users' values: put, read, write, claim and complete arrays, tensors, texts and objects.
 
-Invariant: what is read equals what was put, in the order of the rows or keys that were asked for; nothing is left out.
+Invariant: reading returns the values that were put, in the order of the given rows or keys, without omissions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TIMEOUT_S = 60.0
 class Partition:
     """The partition ``name`` as one client sees it. tensors: return arrays as torch tensors.
 
-    Rows are named by their ids or by their keys. Timeouts are in seconds and for the whole of a method, which raises
-    DeadlineExceeded where they were not enough.
+    Rows are named by their ids or by their keys. Timeouts are in seconds and apply to a whole method, which raises
+    DeadlineExceeded when the time is over.
     """
 
     def __init__(self, queue: QueueClient, name: str, *, tensors: bool = False) -> None:
@@ -43,7 +43,7 @@ class Partition:
         lease_s: float = 60.0,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        """Make a task known, a consumer of all rows that have the columns ``needs``; see ``TaskSpec``."""
+        """Declare a task, a consumer of all rows that have the columns ``needs``; see ``TaskSpec``."""
         spec = TaskSpec(
             partition=self.name,
             name=task,
@@ -64,14 +64,14 @@ class Partition:
         group_size: int = 1,
         timeout: float = TIMEOUT_S,
     ) -> list[int]:
-        """Put rows, a value of each column for each, and return their ids. Waits for room.
+        """Put rows, with one value per row in each column, and return their ids. Waits for room.
 
-        keys: name the rows; those whose key is known already are written instead. group_size: so many rows, one after
-        another, belong together. Raises Refused for values that cannot be a column, or not that column.
+        keys: names of the rows; existing rows with these keys are written instead. group_size: number of consecutive
+        rows in a group. Raises Refused for values that cannot be a column, or do not fit that column.
         """
-        made = encode_columns(columns)
+        encoded = encode_columns(columns)
         if keys is None:
-            put = await self.queue.put(self.name, made, tags=tags, group_size=group_size, timeout=timeout)
+            put = await self.queue.put(self.name, encoded, tags=tags, group_size=group_size, timeout=timeout)
             return put.rows
         if group_size != 1:
             hint = "Leave group_size at 1"
@@ -80,13 +80,13 @@ class Partition:
             hint = "A key is a text of at least one character"
             raise Refused(f"{wrong[0]!r} cannot be the key of a row", where=self.name, hint=hint)
         check_once(keys, "key")
-        check_rows(made, tags, rows=len(keys))
-        return await self._put_by_key(keys, made, tags, deadline=now() + timeout)
+        check_rows(encoded, tags, rows=len(keys))
+        return await self._put_by_key(keys, encoded, tags, deadline=now() + timeout)
 
     async def _put_by_key(
         self, keys: Sequence[str], columns: Mapping[str, Jagged], tags: Tags | None, *, deadline: float
     ) -> list[int]:
-        """Put the keys that are new and write to the rows of the others, until each has a row."""
+        """Put the rows with new keys and write to the existing rows, until each key has a row."""
         rows, waiting = [0] * len(keys), list(range(len(keys)))
 
         def of(indices: Sequence[int]) -> dict[str, Any]:
@@ -99,10 +99,10 @@ class Partition:
             for index, row in zip(waiting, put.rows, strict=True):
                 rows[index] = row
             known = [index for index, new in zip(waiting, put.new, strict=True) if not new]
-            there = [index for index in known if rows[index]]
+            existing = [index for index in known if rows[index]]
             waiting = [index for index in known if not rows[index]]
             try:
-                await self.queue.write([rows[i] for i in there], **of(there), timeout=left(deadline))
+                await self.queue.write([rows[i] for i in existing], **of(existing), timeout=left(deadline))
             except StaleHandle:
                 waiting = known
         return rows
@@ -115,13 +115,13 @@ class Partition:
         tags: Tags | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        """Add columns to rows, or replace them; tags are merged. See ``QueueClient.write``."""
+        """Add or replace columns of rows; tags are merged. See ``QueueClient.write``."""
         deadline = now() + timeout
         ids = await self._ids(rows, timeout)
         await self.queue.write(ids, encode_columns(columns), tags=tags, timeout=left(deadline))
 
     async def tag(self, rows: Sequence[int] | Sequence[str], tags: Tags, *, timeout: float = TIMEOUT_S) -> None:
-        """Merge ``tags`` into those of rows."""
+        """Merge ``tags`` into the tags of rows."""
         await self.write(rows, {}, tags=tags, timeout=timeout)
 
     async def get(
@@ -131,10 +131,10 @@ class Partition:
         *,
         timeout: float = TIMEOUT_S,
     ) -> dict[str, Values]:
-        """Return columns of rows, which may also be claimed ones, in that order.
+        """Return columns of rows, which may be claimed ones, in the given order.
 
-        A column is one array where all rows have one shape, else a list; it is the caller's own. Raises StaleHandle for
-        a row, key or column that is not there.
+        A column is one array if all rows have one shape, otherwise a list; the caller owns it. Raises StaleHandle for a
+        missing row, key or column.
         """
         deadline = now() + timeout
         ids = await self._ids([row.row if isinstance(row, LeasedRow) else row for row in rows], timeout)
@@ -142,7 +142,7 @@ class Partition:
         return {name: self._decode(column) for name, column in found.items()}
 
     async def claim(self, task: str, max_rows: int, *, timeout: float = TIMEOUT_S) -> list[LeasedRow]:
-        """Lease rows for a task, as ``QueueClient.claim`` does; none when the time is over or none will come."""
+        """Lease rows for a task, as ``QueueClient.claim`` does; none after a timeout or if no more will come."""
         return (await self.queue.claim(partition=self.name, task=task, max_rows=max_rows, timeout=timeout)).rows
 
     async def complete(
@@ -153,7 +153,7 @@ class Partition:
         tags: Tags | None = None,
         timeout: float = TIMEOUT_S,
     ) -> list[bool]:
-        """Write what the task writes, which acknowledges its rows; False where the lease had ended."""
+        """Write the task's columns, which acknowledges its rows; False for rows whose lease had ended."""
         return await self.queue.complete(rows, encode_columns(columns or {}), tags=tags, timeout=timeout)
 
     async def keys(self, *, timeout: float = TIMEOUT_S) -> dict[str, dict[str, Tag]]:
@@ -168,23 +168,23 @@ class Partition:
     async def peek(
         self, task: str = "", *, rows: Sequence[int] = (), most: int = 100, timeout: float = TIMEOUT_S
     ) -> PeekedRows:
-        """Look at rows (at the first ``most`` if none are named) as ``task`` sees them, whoever has them."""
+        """Describe rows (by default the first ``most``) as ``task`` sees them, including leased ones."""
         request = calls.Peek(self.name, task, list(rows), most)
         return await self.queue.ask("open.peek", request, PeekedRows, timeout=timeout)
 
     async def reset(self, task: str | None = None, *, timeout: float = TIMEOUT_S) -> int:
-        """Make every row ready again for a task, or all, also those that are held now; return how many it had."""
+        """Make every row ready again for one task or all, including leased rows; return the number of affected rows."""
         request = calls.Reset(self.name, task)
         return await self.queue.ask("open.reset", request, int, timeout=timeout)
 
     async def expect(self, total: int, *, timeout: float = TIMEOUT_S) -> None:
-        """Say how many rows will be put in all: when so many are there, consumers end as after ``close``."""
+        """Announce the total number of rows: once they exist, consumers end as after ``close``."""
         await self.queue.ask("open.expect", calls.Expect(self.name, total), calls.Done, timeout=timeout)
 
     async def close(self, *, timeout: float = TIMEOUT_S) -> None:
-        """Say that no more rows will be put: consumers end when they have had all. ``clear`` opens the partition again.
+        """Declare that no more rows will be put: consumers end after the last row. ``clear`` opens the partition again.
 
-        Rows that are there may still be written, completed and cleared, and those that were lost put again.
+        Existing rows may still be written, completed and cleared, and lost rows may be put again.
         """
         await self.queue.close_partition(partition=self.name, step=0, timeout=timeout)
 
@@ -198,7 +198,7 @@ class Partition:
         return await self.queue.ask("open.progress", calls.AskProgress(self.name, [], task), Progress, timeout=timeout)
 
     async def clear(self, rows: Sequence[int] | Sequence[str] | None = None, *, timeout: float = TIMEOUT_S) -> int:
-        """Forget rows (all by default) and free their bytes; return how many of the named ones were there."""
+        """Forget rows (by default all) and free their bytes; return how many of the named rows existed."""
         if rows is None:
             await self.queue.clear_partition(partition=self.name, timeout=timeout)
             return 0
@@ -212,20 +212,20 @@ class Partition:
     async def _ids(self, rows: Sequence[int | str], timeout: float) -> list[int]:
         """Return the ids of rows that may be named by their keys.
 
-        Raises StaleHandle where a key has no row, or has lost it with a unit.
+        Raises StaleHandle if a key has no row, or its row was lost with a unit.
         """
         keys, ids = self._named(rows)
         if not keys:
             return ids
         if ids:
-            raise Refused("rows are named by ids or by keys, not both at once", where=self.name)
+            raise Refused("rows are named by ids or by keys, not by both", where=self.name)
         found = await self._find(keys, timeout)
         if found.lost:
-            words = f"the row of {_listed(found.lost)} was lost with its storage unit"
-            raise StaleHandle(words, where=self.name, hint="Put it again under that key")
+            what = f"the row of {_listed(found.lost)} was lost with its storage unit"
+            raise StaleHandle(what, where=self.name, hint="Put it again under that key")
         if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
-            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
-            hint = f"It was never put, or was cleared{gone}; keys() tells which there are"
+            lost = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
+            hint = f"It was never put, or was cleared{lost}; keys() lists the existing ones"
             raise StaleHandle(f"no row has the {_listed(missing)}", where=self.name, hint=hint)
         return found.rows
 
@@ -233,7 +233,7 @@ class Partition:
         return await self.queue.ask("open.find", calls.FindRows(self.name, keys), Found, timeout=timeout)
 
     def _named(self, rows: Iterable[int | str]) -> tuple[list[str], list[int]]:
-        """Return the keys among ``rows``, and the ids. Raises Refused for what is neither."""
+        """Return the keys among ``rows``, and the ids. Raises Refused for other values."""
         keys: list[str] = []
         ids: list[int] = []
         for row in rows:
@@ -249,6 +249,6 @@ class Partition:
 
 
 def _listed(keys: Sequence[str]) -> str:
-    """Name a few keys: ``key 'a', 'b' and 3 others``."""
+    """List the first keys: ``key 'a', 'b' and 3 others``."""
     more = f" and {len(keys) - 8} others" if len(keys) > 8 else ""
     return f"key {', '.join(map(repr, keys[:8]))}{more}"

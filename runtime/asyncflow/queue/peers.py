@@ -1,11 +1,11 @@
-"""Calls to the controllers and storage units of a queue, repeated until they are answered or their time is over.
+"""Calls to the controllers and storage units of a queue, repeated until they are answered or their deadline passes.
 
-Rows are looked for at the units that their claim named, or else those that their ids say. Where rows have moved, the
-controller says where to.
+Rows are looked for at the units that their claim named or, without a claim, that their ids contain. If rows have moved,
+the controller returns their units.
 
-Invariants: a connection is opened when it is first needed; calls that were begun together end together, so that
-nothing goes on for a caller that has its answer, an error, or was cancelled; each row is answered for once, by the unit
-where it lies, or is named among those that lie nowhere; answers come in the order of what was asked.
+Invariants: a connection is opened when it is first needed. Calls that were started together end together, so that no
+call continues after its caller has an answer or an error, or was cancelled. Each row is answered once, by its unit, or
+is reported as missing. Answers come in the order of the requested rows.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 Rows: TypeAlias = Sequence[LeasedRow | int]
-"""Rows by their ids, or as they were given to their holder."""
+"""Rows by their ids, or as their holder received them."""
 Tags: TypeAlias = Sequence[Mapping[str, Tag]]
 """Tags of rows, one mapping for each row."""
 Part: TypeAlias = tuple[Sequence[int], T | None]
-"""The indices of rows and the result of their call; None for rows that lie nowhere."""
+"""The indices of rows and the result of their call; None for rows that do not exist."""
 
 PARK_S = 10.0
-"""Longest time that one call waits at a controller before it is made again."""
+"""Longest wait of one call at a controller before it is repeated."""
 GRACE_S = 5.0
-"""Time that a controller has to answer beyond the time for which a call waits there; then the call fails."""
+"""Time for a controller's answer in addition to the wait of a call; then the call fails."""
 _SHORTEST_S = 0.001
-_AWAY_S = 5.0
-"""How long a unit that is away, or takes nothing new, is called before the controller is asked again."""
+_UNIT_CALL_S = 5.0
+"""Time limit of a call to a unit that is unreachable or accepts nothing new, before the controller is queried again."""
 
 
 class Peer(NamedTuple):
@@ -66,23 +66,23 @@ CONTROLLER = Peer("controller", 0)
 
 
 def now() -> float:
-    """Return the time of the running event loop, in seconds that only grow."""
+    """Return the monotonic time of the running event loop, in seconds."""
     return asyncio.get_running_loop().time()
 
 
 def left(deadline: float) -> float:
-    """Return the seconds until ``deadline``, a millisecond at least."""
+    """Return the seconds until ``deadline``, at least a millisecond."""
     return max(_SHORTEST_S, deadline - now())
 
 
-async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of ``jobs``, in their order. The first that fails ends the others, and its error is raised."""
-    begun = list(jobs)
-    if len(begun) == 1:
-        return [await begun[0]]
+async def gather_all(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of ``jobs``, in order. The first failure cancels the others, and its error is raised."""
+    pending = list(jobs)
+    if len(pending) == 1:
+        return [await pending[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in begun]
+            tasks = [group.create_task(job) for job in pending]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -91,8 +91,8 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Peers:
     """The peers of one client.
 
-    find: returns the address of controller or storage unit i, by its role, None while there is none; units: the indices
-    of the units that take new rows; credentials: of this process, None for plain text.
+    find: returns the address of controller or storage unit i, by its role, None if there is none yet; units: returns
+    the indices of the units that accept new rows; credentials: of this process, None for plain text.
     """
 
     def __init__(
@@ -140,9 +140,10 @@ class Peers:
         what: str,
         peer: Peer = CONTROLLER,
     ) -> T:
-        """Make the call that ``request`` returns for the seconds that it may wait, until a reply ``answers`` it.
+        """Repeat a call, which may wait at the controller, until a reply satisfies ``answers``.
 
-        Return the last reply when ``deadline`` is over. Raises DeadlineExceeded where there was none ``GRACE_S`` later.
+        request: builds the call for a number of seconds to wait. Return the last reply at ``deadline``. Raises
+        DeadlineExceeded if there was no reply until ``GRACE_S`` later.
         """
 
         async def attempt(seconds: float) -> T:
@@ -155,7 +156,7 @@ class Peers:
                 return answer
 
     def send(self, peer: Peer, method: str, request: Struct, reply: type[Struct], *, timeout: float) -> None:
-        """Begin a call for whose reply nobody waits but ``settle``."""
+        """Start a call in the background; only ``settle`` waits for its reply."""
 
         async def call() -> None:
             try:
@@ -168,7 +169,7 @@ class Peers:
         task.add_done_callback(self._sent.discard)
 
     async def settle(self) -> None:
-        """Wait until the calls that were sent have ended."""
+        """Wait until the calls in the background have ended."""
         if self._sent:
             await asyncio.wait(self._sent)
 
@@ -179,7 +180,7 @@ class Peers:
             await connection.close()
 
 
-async def call_where_they_lie(
+async def call_at_units(
     peers: Peers,
     rows: Sequence[int],
     units: Sequence[int],
@@ -191,14 +192,14 @@ async def call_where_they_lie(
 ) -> list[Part[T]]:
     """Await ``call(unit, indices of rows, seconds)`` for the rows at each unit, and return the result of each call.
 
-    units: where each of ``rows`` was last known to lie; apart: for each row what must be the same within one call.
-    Calls that were lost are repeated, and rows that moved are followed; other errors pass through.
+    units: last known unit of each of ``rows``; apart: a value for each row that must be the same within one call. Lost
+    calls are repeated, and rows that moved are followed; other errors are raised.
     """
     deadline = now() + timeout
 
     async def at_all(places: Iterable[tuple[int, Sequence[int]]]) -> list[Part[T]]:
         unit = partial(Peer, "storage")
-        found = await together(
+        found = await gather_all(
             retry_within(partial(attempt, unit(at), indices), what=f"{what} at {unit(at)}", timeout=left(deadline))
             for at, indices in places
         )
@@ -210,27 +211,27 @@ async def call_where_they_lie(
                 return [(indices, await call(unit, indices, seconds))]
         request = AskWhere([rows[index] for index in indices])
         units_now = await peers.ask("queue.where", request, list[int], timeout=left(deadline))
-        places = {at: [indices[place] for place in there] for at, there in parts_by(units_now).items()}
+        places = {at: [indices[place] for place in positions] for at, positions in group_indices(units_now).items()}
         if places.keys() == {unit.number}:
             try:
-                return [(indices, await call(unit, indices, min(_AWAY_S, left(deadline))))]
+                return [(indices, await call(unit, indices, min(_UNIT_CALL_S, left(deadline))))]
             except Elsewhere as moved:
-                raise PeerLost(f"rows are on their way: {moved}", where=str(unit)) from moved
-        nowhere = places.pop(NOWHERE, None)
+                raise PeerLost(f"rows are moving: {moved}", where=str(unit)) from moved
+        missing = places.pop(NOWHERE, None)
         parts = await at_all(places.items())
-        return [*parts, (nowhere, None)] if nowhere else parts
+        return [*parts, (missing, None)] if missing else parts
 
     keys = zip(units, apart, strict=True) if apart else units
-    return await at_all((units[indices[0]], indices) for indices in parts_by(keys).values())
+    return await at_all((units[indices[0]], indices) for indices in group_indices(keys).values())
 
 
-def located(rows: Rows) -> tuple[list[int], list[int]]:
-    """Return the ids of rows, and the unit of each as their holder was told it, or as its id says."""
+def locate(rows: Rows) -> tuple[list[int], list[int]]:
+    """Return the ids of rows, and the unit of each, as reported to its holder or contained in its id."""
     ids = [row if isinstance(row, int) else row.row for row in rows]
     return ids, [unit_of(row) if isinstance(row, int) else row.unit for row in rows]
 
 
-def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
+def group_indices(keys: Iterable[K]) -> dict[K, list[int]]:
     """Return the indices of equal ``keys``, by key."""
     parts: dict[K, list[int]] = {}
     for index, key in enumerate(keys):
@@ -240,12 +241,12 @@ def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
 
 async def scatter(keys: Iterable[K], call: Callable[[Sequence[int]], Coroutine[Any, Any, list[T]]]) -> list[T]:
     """Await ``call`` with the indices of equal ``keys``, and return the answers, one for each index, in order."""
-    parts = parts_by(keys).values()
-    return in_order(zip(parts, await together(call(indices) for indices in parts), strict=True))
+    parts = group_indices(keys).values()
+    return in_order(zip(parts, await gather_all(call(indices) for indices in parts), strict=True))
 
 
 def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -> None:
-    """Refuse columns, or tags, of another number of rows."""
+    """Refuse columns or tags with another number of rows."""
     for name, column in columns.items():
         if len(column) != rows:
             hint = "Give each column a value for every row"
@@ -254,7 +255,7 @@ def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -
         raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
 
 
-def encoded(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int) -> tuple[BatchHeader, list[Buffer]]:
+def pack_rows(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int) -> tuple[BatchHeader, list[Buffer]]:
     """Return header and frames of the rows ``indices`` of ``columns``, which have ``rows`` rows each."""
     if not columns:
         return BatchHeader(rows=len(indices), columns=[]), []
@@ -263,8 +264,8 @@ def encoded(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int)
 
 
 def in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Return the answers for rows that are named by their indices, by index."""
-    made: dict[int, T] = {}
+    """Return answers in the order of the indices of their rows."""
+    by_index: dict[int, T] = {}
     for indices, answers in parts:
-        made.update(zip(indices, answers, strict=True))
-    return [made[index] for index in range(len(made))]
+        by_index.update(zip(indices, answers, strict=True))
+    return [by_index[index] for index in range(len(by_index))]

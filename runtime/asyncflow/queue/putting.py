@@ -1,15 +1,15 @@
 """New rows on their way to a storage unit that has room.
 
-They go to the unit that this client gave the fewest rows, of equal ones to the first from the place on that its name
-says, so that many clients do not all begin with the same. A unit that is new counts as given as many as the least of
-the others.
+They go to the unit to which this client has put the fewest rows. Ties are broken in an order that starts at a unit
+derived from the client's name, so that not all clients start with the same unit. A new unit starts with the lowest
+count of the other units.
 
-A group is known by this client's name, 128 random bits, and its own count, or by the serial that its creator gave it.
-What got no answer is put again under the same numbers, at the same unit or another, and recorded once.
+A group is identified by this client's name, 128 random bits, and the client's count of groups, or by a serial from its
+creator. A put without an answer is repeated under the same numbers, at the same unit or another, and recorded once.
 
-Invariants: all rows of a put go to one unit in one message, so they are recorded all at once or not at all; samples are
-spread over the units, each group whole and in one message; no two clients have the same name; the counts of two units
-that are there all the time, and take what comes, differ by no more than the largest put.
+Invariants: all rows of a put go to one unit in one message, so all of them are recorded or none. Samples are
+distributed over the units, each group whole and in one message. No two clients have the same name. The counts of two
+units that are always present and accept all puts differ by at most the largest put.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from asyncflow.api.names import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
-from asyncflow.queue.peers import Peer, Peers, encoded, together
+from asyncflow.queue.peers import Peer, Peers, gather_all, pack_rows
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
 from asyncflow.rpc.columns import Jagged, weighed_batches
@@ -31,7 +31,7 @@ from asyncflow.rpc.framing import MAX_MESSAGE
 from asyncflow.rpc.retry import retry_within
 
 LEAVING = "leaving"
-"""In the directory's ``info`` of a unit: it takes nothing new."""
+"""A key in the directory's ``info`` of a unit: the unit accepts nothing new."""
 
 _MOST_BYTES = MAX_MESSAGE - (64 << 20)
 """Bytes of the columns of one put; the rest of its message is for their offsets and for tags."""
@@ -43,44 +43,44 @@ _SLOW = 8 << 20
 
 
 def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, float]:
-    """Return for how many seconds a unit may wait for room, and after how many its answer must be here.
+    """Return the seconds for which a unit may wait for room, and the seconds after which its answer must arrive.
 
-    left_s: until the put's deadline; others: whether there are other units. Then a unit that is stopped or gone costs
-    seconds, not the whole deadline: it has a moment to find room, another to answer, and the time that ``nbytes`` need
-    on a slow link. The caller waits longer than the unit, so a unit that is there says itself that it found no room.
+    left_s: seconds until the put's deadline; others: whether there are other units. If so, a stopped or lost unit costs
+    seconds, not the whole deadline: it gets a short time to find room, another to answer, and the time to send
+    ``nbytes`` on a slow link. The caller waits longer than the unit, so that a live unit itself reports a lack of room.
     """
     answer_s = min((_ROOM_S + _ANSWER_S if others else _ALONE_S) + nbytes / _SLOW, left_s)
     return min(_ROOM_S if others else _ALONE_S, 0.9 * answer_s), answer_s
 
 
 class Placement:
-    """The units of one client. units: returns the indices of those that take new rows; client: its name."""
+    """The units of one client. units: returns the indices of those that accept new rows; client: the client's name."""
 
     def __init__(self, *, units: Callable[[], Sequence[int]], client: str) -> None:
         self._units = units
-        self._given: dict[int, int] = {}
-        self._first = zlib.crc32(client.encode())
+        self._rows_put: dict[int, int] = {}
+        self._offset = zlib.crc32(client.encode())
 
     def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
-        """Return the unit for ``rows`` rows, which count as given; one of ``but`` only if there is no other.
+        """Return the unit for ``rows`` rows and count them; return one of ``but`` only if there is no other.
 
-        Raises PeerLost where no unit takes rows.
+        Raises PeerLost if no unit accepts rows.
         """
         units = sorted(self._units())
         if not units:
-            raise PeerLost("no storage unit is there that takes rows", where="queue client")
-        if self._given.keys() != set(units):
-            least = min((self._given[unit] for unit in units if unit in self._given), default=0)
-            self._given = {unit: self._given.get(unit, least) for unit in units}
-        first = self._first % len(units)
+            raise PeerLost("no storage unit accepts rows", where="queue client")
+        if self._rows_put.keys() != set(units):
+            least = min((self._rows_put[unit] for unit in units if unit in self._rows_put), default=0)
+            self._rows_put = {unit: self._rows_put.get(unit, least) for unit in units}
+        first = self._offset % len(units)
         in_turn = [*units[first:], *units[:first]]
-        unit = min([unit for unit in in_turn if unit not in but] or in_turn, key=self._given.__getitem__)
-        self._given[unit] += rows
+        unit = min([unit for unit in in_turn if unit not in but] or in_turn, key=self._rows_put.__getitem__)
+        self._rows_put[unit] += rows
         return unit
 
 
 class Putter:
-    """Puts rows for one client. worker: its name."""
+    """Puts rows for one client. worker: the client's name."""
 
     def __init__(self, peers: Peers, *, worker: str) -> None:
         self._peers = peers
@@ -89,11 +89,11 @@ class Putter:
         self._groups = 0
 
     async def put(self, request: PutRows, columns: Mapping[str, Jagged], *, timeout: float) -> RowIds:
-        """Put ``columns``. request: what the messages of this put have in common, with number and tags of all rows.
+        """Put ``columns``. request: values that all messages of this put share, with number and tags of all rows.
 
-        Samples are cut into parts, of which none weighs more, with what its rows get later, than any unit can hold,
-        unless it is one group. A part that finds no room at its unit goes to the next, so a put fails for want of room
-        only where all units together have none, which ``RLJobSpec.bytes_of_interval`` rules out.
+        Samples are split into parts. Together with the later columns of its rows, a part is never larger than any unit
+        can hold, unless it is one group. A part that finds no room at its unit goes to the next one, so a put fails for
+        lack of room only if all units together have none, which ``RLJobSpec.bytes_of_interval`` rules out.
         """
         rows, size, samples = request.header.rows, request.group_size, request.samples
         if not rows or rows % size:
@@ -110,13 +110,13 @@ class Putter:
             _check_samples(samples, rows // size, rows)
             parts = [range(first, first + size) for first in range(0, rows, size)]
             number, weights = 0, _weights(columns, parts, request.outputs)
-        made = RowIds([0] * rows, [True] * rows)
+        result = RowIds([0] * rows, [True] * rows)
         waiting = dict.fromkeys(range(len(parts)))
         tried: dict[int, str] = {}
 
         async def send(unit: int, some: Sequence[int], seconds: float) -> None:
             indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))
-            header, frames = encoded(columns, indices, rows=rows)
+            header, frames = pack_rows(columns, indices, rows=rows)
             nbytes = sum(memoryview(frame).nbytes for frame in frames)
             room_s, answer_s = time_at_unit(seconds, nbytes=nbytes, others=len(self._peers.units()) > 1)
             part = replace(
@@ -126,7 +126,7 @@ class Putter:
                 header=header,
                 tags=[request.tags[index] for index in indices] if request.tags else [],
                 wait_s=room_s,
-                samples=_chosen(samples, some, indices) if samples is not None else None,
+                samples=_select(samples, some, indices) if samples is not None else None,
             )
             peer = Peer("storage", unit)
             try:
@@ -137,8 +137,8 @@ class Putter:
                     return
                 raise
             for place, (index, row) in enumerate(zip(indices, put.rows, strict=True)):
-                made.rows[index] = row
-                made.new[index] = put.new[place] if put.new else True
+                result.rows[index] = row
+                result.new[index] = put.new[place] if put.new else True
             for of_put in some:
                 del waiting[of_put]
 
@@ -146,7 +146,7 @@ class Putter:
             by_unit: dict[int, list[int]] = {}
             for part in waiting:
                 by_unit.setdefault(self._placement.choose(len(parts[part]), but=tried), []).append(part)
-            await together(
+            await gather_all(
                 send(unit, some, seconds)
                 for unit, placed in by_unit.items()
                 for some in weighed_batches(placed, weights.__getitem__, heaviest=LEAST_BYTES)
@@ -155,11 +155,11 @@ class Putter:
                 raise PeerLost(f"rows go to another unit: {'; '.join(tried.values())}", where="queue client")
 
         await retry_within(attempt, what=f"putting {rows} rows", timeout=timeout)
-        return made
+        return result
 
 
 def _check_samples(samples: Samples, groups: int, rows: int) -> None:
-    """Refuse samples of which there are others than rows."""
+    """Refuse samples that do not match the numbers of rows and groups."""
     serials = samples.serials
     if len(serials) != groups or len(set(serials)) != groups or len(samples.tokens) not in (0, rows):
         what = f"{rows} rows in {groups} groups came with {len(set(serials))} serials, {len(samples.tokens)} tokens"
@@ -167,12 +167,12 @@ def _check_samples(samples: Samples, groups: int, rows: int) -> None:
 
 
 def _weights(columns: Mapping[str, Jagged], parts: Sequence[range], outputs: Mapping[str, int]) -> list[int]:
-    """Return the bytes of each part of the rows, with those of the columns that it gets later."""
-    later, sizes = sum(outputs.values()), [column.sizes for column in columns.values()]
-    return [later * len(part) + sum([sum(of[part.start : part.stop]) for of in sizes]) for part in parts]
+    """Return the bytes of each part of the rows, including the columns that it gets later."""
+    outputs_size, sizes = sum(outputs.values()), [column.sizes for column in columns.values()]
+    return [outputs_size * len(part) + sum([sum(of[part.start : part.stop]) for of in sizes]) for part in parts]
 
 
-def _chosen(samples: Samples, groups: Sequence[int], rows: Sequence[int]) -> Samples:
-    """Return those of some groups, which have these rows."""
+def _select(samples: Samples, groups: Sequence[int], rows: Sequence[int]) -> Samples:
+    """Return the samples of some groups, which have these rows."""
     tokens = [samples.tokens[row] for row in rows] if samples.tokens else []
     return replace(samples, serials=[samples.serials[group] for group in groups], tokens=tokens)

@@ -1,11 +1,11 @@
-"""A user's values as columns, and back: what was put is what is read, value by value.
+"""Conversion of users' values to columns and back; reading returns exactly the values that were put.
 
-Arrays and tensors (numpy, torch, whatever has bfloat16) stay arrays; strings, bytes and plain objects (dicts, lists,
-tuples, numbers, None, arrays in them) stay what they are. Rows of one column agree in dtype and in all dimensions but
-the first; a column whose rows all have one shape is given back stacked, as a view.
+Arrays and tensors (numpy, torch, or any with bfloat16) stay arrays. Strings, bytes and plain objects (dicts, lists,
+tuples, numbers, None, arrays in them) keep their types. Rows of one column have the same dtype and the same dimensions
+after the first; a column whose rows all have one shape is returned stacked, as a view.
 
-Invariants: ``decode(encode(values))`` equals ``values``; nothing is made of bytes but these types; a value that could
-not be given back equal is refused before it is sent.
+Invariants: ``decode(encode(values))`` equals ``values``. Decoding only creates these types. A value that could not be
+returned equal is refused before it is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncflow.errors import ProtocolError, Refused
 from asyncflow.rpc.columns import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, name_of
 
 Values: TypeAlias = Array | list[Any]
-"""A column as users read it: an array of all rows where they have one shape, else a list of rows."""
+"""A column as users read it: one array if all rows have one shape, otherwise a list of rows."""
 
 _ARRAY_EXT, _TUPLE_EXT = 1, 2
 _WIDEST = 1 << 63
@@ -31,7 +31,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def encode_columns(columns: Mapping[str, Any]) -> dict[str, Jagged]:
-    """Return every column as a ``Jagged``; Refused where one cannot be."""
+    """Return every column as a ``Jagged``. Raises Refused if one cannot be converted."""
     return {name: encode(values, where=f"column {name}") for name, values in columns.items()}
 
 
@@ -42,12 +42,12 @@ def encode(values: Any, *, where: str = "column") -> Jagged:
     if is_array(values) and not _nested(values):
         return _regular(*plain_array(values, where), where=where)
     if not is_array(values) and not isinstance(values, list | tuple):
-        raise Refused(f"a {type(values).__name__} is no column", where=where, hint="Give an array or a list")
+        raise Refused(f"a {type(values).__name__} is not a column", where=where, hint="Give an array or a list")
     return _of_rows(list(values), where)
 
 
 def decode(column: Jagged) -> Values:
-    """Return the rows of ``column``. bfloat16, which numpy lacks, comes as the equal float32 (see ``decode_torch``)."""
+    """Return the rows of ``column``. bfloat16, which numpy lacks, is returned as float32 (see ``decode_torch``)."""
     if (read := _READERS.get(column.dtype)) is not None:
         data, bounds = column.values.tobytes(), column.offsets.tolist()
         return [read(data[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -71,7 +71,7 @@ def decode_torch(column: Jagged) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether ``value`` is an array, a number of numpy's, or a torch tensor, without loading torch."""
+    """Return whether ``value`` is a numpy array or number, or a torch tensor, without importing torch."""
     return isinstance(value, np.ndarray | np.generic) or (hasattr(value, "detach") and hasattr(value, "numpy"))
 
 
@@ -83,7 +83,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
     kinds = {type(row) for row in rows}
     if not rows:
         hint = "Give an array of shape (0, ...)"
-        raise Refused("no rows in a list say no dtype", where=where, hint=hint)
+        raise Refused("an empty list has no dtype", where=where, hint=hint)
     if all(is_array(row) for row in rows):
         return _jagged([plain_array(row, where) for row in rows], where)
     if kinds == {bytes}:
@@ -141,7 +141,7 @@ def _check_inner(inner: tuple[int, ...] | None, where: str) -> None:
 
 
 def plain_array(values: Any, where: str) -> tuple[Array, str]:
-    """Return ``values`` in numpy's terms, and the name of their dtype."""
+    """Return ``values`` as a numpy array, and the name of their dtype."""
     if not isinstance(values, np.ndarray | np.generic):
         import torch
 
@@ -174,7 +174,7 @@ def _widened(bits: Array) -> Array:
 
 
 def pack_object(value: Any, *, where: str = "object") -> bytes:
-    """Return a plain object as msgpack; Refused for anything else."""
+    """Encode a plain object as msgpack. Raises Refused for any other value."""
     try:
         return _pack(_plain(value, where))
     except RecursionError:
@@ -182,7 +182,7 @@ def pack_object(value: Any, *, where: str = "object") -> bytes:
 
 
 def unpack_object(data: bytes) -> Any:
-    """Return the object that ``pack_object`` was given; ProtocolError for bytes that it cannot have made."""
+    """Decode the bytes of ``pack_object``. Raises ProtocolError for invalid bytes."""
     try:
         return _unpack(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as wrong:
@@ -197,7 +197,7 @@ def _text(data: bytes) -> str:
 
 
 _READERS: dict[str, Callable[[bytes], Any]] = {TEXT: _text, BYTES: bytes, OBJECT: unpack_object}
-"""The functions that read a row of Python values, by dtype."""
+"""The functions that decode a row of Python values, by dtype."""
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -217,8 +217,8 @@ def _plain(value: Any, where: str) -> Any:
     if is_array(value):
         array, dtype = plain_array(value, where)
         return msgspec.msgpack.Ext(_ARRAY_EXT, _pack([dtype, list(array.shape), array.tobytes()]))
-    hint = "It may be made of None, truth values, 64-bit integers, floats, strings, bytes, arrays, lists, tuples, dicts"
-    raise Refused(f"an object holds {value!r:.80} of type {kind.__name__}", where=where, hint=hint)
+    hint = "It may contain None, truth values, 64-bit integers, floats, strings, bytes, arrays, lists, tuples, dicts"
+    raise Refused(f"an object contains {value!r:.80} of type {kind.__name__}", where=where, hint=hint)
 
 
 def _ext(code: int, data: memoryview) -> Any:

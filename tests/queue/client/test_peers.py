@@ -16,7 +16,7 @@ from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.local.issuer import Issuer
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.peers import CONTROLLER, Peer, scatter, together
+from asyncflow.queue.peers import CONTROLLER, Peer, gather_all, scatter
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.retry import retry_within
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
@@ -102,9 +102,9 @@ def test_calls_together_give_their_answers_in_order(caller):
     with world(0, 1) as made:
         run = caller(made).run
         words = [(0, "slowly"), (1, "b"), (0, "c")]
-        answers = run(lambda peers: together(say(peers, unit(n), word) for n, word in words))
+        answers = run(lambda peers: gather_all(say(peers, unit(n), word) for n, word in words))
         assert answers == ["0: slowly", "1: b", "0: c"]
-        assert run(lambda _: together([])) == []
+        assert run(lambda _: gather_all([])) == []
 
 
 def test_scatter_gives_answers_in_the_order_of_the_keys(caller):
@@ -119,7 +119,7 @@ def test_scatter_gives_answers_in_the_order_of_the_keys(caller):
     assert answers == ["1: 0,2", "0: 1", "1: 0,2"]
 
 
-def test_the_first_failure_of_together_ends_the_others(caller):
+def test_the_first_failure_of_gather_all_ends_the_others(caller):
     ended = []
 
     async def refuses():
@@ -136,7 +136,7 @@ def test_the_first_failure_of_together_ends_the_others(caller):
     with world(0) as made:
         calls = caller(made)
         with pytest.raises(Refused, match="no"):
-            calls.run(lambda peers: together([waits(peers), refuses()]))
+            calls.run(lambda peers: gather_all([waits(peers), refuses()]))
         assert ended == ["waits"]
         assert calls.word(unit(0), "again") == "0: again"
         until(lambda: made.cancelled == ["never"])

@@ -101,5 +101,5 @@ def test_rows_that_lie_nowhere_are_named():
     units = Units()
     kept, cleared = units.put(0, 2), units.put(0, 1)
     del units.lies[cleared[0]]
-    with pytest.raises(StaleHandle, match=f"row {cleared[0]} is not there"):
+    with pytest.raises(StaleHandle, match=f"row {cleared[0]} and 0 others do not exist"):
         units.fetch([*kept, *cleared])

@@ -76,7 +76,7 @@ async def test_29_a_key_whose_row_was_lost_with_its_unit_is_said_to_be_lost(two_
     with pytest.raises(StaleHandle, match=f"the row of key '{lost[0]}' was lost with its storage unit. Put it again"):
         await scores.get([lost[0]], ["n"])
     with pytest.raises(
-        StaleHandle, match=r"no row has the key 'nobody'\. It was never put, or was cleared; keys\(\) tells"
+        StaleHandle, match=r"no row has the key 'nobody'\. It was never put, or was cleared; keys\(\) lists"
     ):
         await scores.get(["nobody"], ["n"])
     await two_units.restart_controller()
@@ -90,7 +90,7 @@ async def test_29_a_key_whose_row_was_lost_with_its_unit_is_said_to_be_lost(two_
 async def test_29_what_is_no_key_is_refused_and_nothing_is_put(scores, key):
     with pytest.raises(Refused, match=r"cannot be the key of a row\. A key is a text of at least one character"):
         await scores.put({"n": np.arange(2)}, keys=["a", key])
-    with pytest.raises(Refused, match="no text or is empty"):
+    with pytest.raises(Refused, match="not a text or is empty"):
         await scores.put({"n": np.arange(2)}, tags=[{"key": "a"}, {"key": "" if key is None else 7}])
     assert (await scores.rows()).rows == []
 

@@ -135,7 +135,7 @@ def test_what_is_no_plain_value_is_refused_with_its_name():
         (np.zeros((2, 3, 0)), r"rows of shape \(..., 0\) hold nothing"),
         ([np.zeros((2, 0)), np.zeros((3, 0))], r"rows of shape \(..., 0\) hold nothing"),
         (np.array(1.0), "a single number has no rows"),
-        (np.array(["a", 1], object)[:0], "no rows in a list say no dtype"),
+        (np.array(["a", 1], object)[:0], "an empty list has no dtype"),
         (np.zeros(2, complex), "values of dtype complex128 cannot be a column"),
         (np.array(["ab"]), "values of dtype str64 cannot be a column"),
         (np.array([b"ab"]), "values of dtype bytes16 cannot be a column"),

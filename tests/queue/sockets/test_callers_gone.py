@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from asyncflow.errors import Refused
 from asyncflow.identity import RowPlace
-from asyncflow.queue.controller.parking import give
+from asyncflow.queue.controller.parking import deliver
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows, ClaimTicket
 from asyncflow.queue.protocol.unit_calls import Hello, Session, Watch
@@ -83,7 +83,7 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
 async def test_an_answer_to_who_has_gone_keeps_nobody_else_waiting():
     gone, waits = (asyncio.get_running_loop().create_future() for _ in range(2))
     gone.cancel()
-    give([(gone, 1), (waits, 2)], None, broken=Refused)
+    deliver([(gone, 1), (waits, 2)], None, broken=Refused)
     assert waits.result() == 2
 
 

@@ -159,10 +159,10 @@ async def test_new_rows_go_past_a_unit_that_leaves_and_come_to_one_that_came(clu
 
 async def test_a_unit_whose_row_ids_are_used_up_takes_no_new_rows_and_says_so(cluster):
     async with cluster(units=2) as queue:
-        queue.units[0]._session.given = (1 << COUNTER_BITS) - 1
+        queue.units[0]._session.ids_used = (1 << COUNTER_BITS) - 1
         await queue.create(*range(3))
         assert held(queue) == {0: 0, 1: 6}
-        queue.units[1]._session.given = (1 << COUNTER_BITS) - 1
+        queue.units[1]._session.ids_used = (1 << COUNTER_BITS) - 1
         with pytest.raises(DeadlineExceeded, match=r"unit [01]: its row ids are used up\..* when it was drained"):
             await queue.client.put("open", {"x": Jagged.from_rows([[1]], "int64")}, timeout=0.2)
         assert budgets(queue)[0] == (0, 0)

@@ -451,7 +451,7 @@ async def test_a_snapshot_that_is_too_big_is_refused_and_said(queue, monkeypatch
 
 
 async def test_a_question_about_a_task_whose_replica_is_gone_names_it(queue, monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.controller.primary._ASK_S", 0.2)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._REPLY_S", 0.2)
     await queue.stop_controller(1)
     asking = RpcClient(name="test", resolve=queue.of(0))
     with pytest.raises(DeadlineExceeded, match="controller 1"):
@@ -462,8 +462,8 @@ async def test_a_question_about_a_task_whose_replica_is_gone_names_it(queue, mon
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
 async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_silent(queue, monkeypatch, how):
-    monkeypatch.setattr("asyncflow.queue.controller.primary._ASK_S", 0.5)
-    monkeypatch.setattr("asyncflow.queue.controller.primary._LOOK_S", 0.5)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._REPLY_S", 0.5)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._RESPONSIVE_S", 0.5)
     await queue.put(3)
     assert (await queue.client.stats(timeout=10)).silent == []
     assert (await queue.client.show(P, timeout=10)).silent == {}

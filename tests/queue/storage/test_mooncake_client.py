@@ -119,7 +119,7 @@ async def test_reads_that_hang_longer_than_their_callers_wait_hold_up_no_other(l
     over = threading.Event()
     library.get = lambda *_: over.wait(60)
     try:
-        for _ in range(mooncake._AT_ONCE):
+        for _ in range(mooncake._MAX_CALLS):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await store.read(["a"], [8], np.zeros(8, np.uint8))

@@ -1,1 +1,1 @@
-"""The process that serves the table: calls, those that are parked, storage units, several controllers of one queue."""
+"""The process that serves the table: calls, parked calls, storage units, and several controllers of one queue."""

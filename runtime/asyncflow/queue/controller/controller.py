@@ -1,10 +1,10 @@
 """The controller's process: the pure ``Table`` with a socket, a clock and a ledger.
 
-A call changes the table at once, where its request is read, and is answered when the ledger has what it changed. What
-cannot be answered yet is parked and tried again whenever its partition has changed: nothing polls.
+A call changes the table immediately when its request is read, and is answered when the ledger contains the change. A
+call that cannot be answered yet is parked, and tried again whenever its partition has changed; nothing polls.
 
-Invariants: no answer leaves before the events behind it are as safe as ``sync`` says; a controller whose ledger cannot
-be written stops serving (``failed``); the time that the process itself did not run is nobody's delay.
+Invariants: no answer is sent before the events behind it are as safe as ``sync`` says. A controller that cannot write
+its ledger stops serving (``failed``). Time in which the process did not run does not count as a delay of any peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from msgspec import Struct
 from asyncflow import clock
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.queue.controller.handlers import Address
-from asyncflow.queue.controller.parking import Answers, Parking, Soon, give
+from asyncflow.queue.controller.parking import Answers, MaybeAwaitable, Parking, deliver
 from asyncflow.queue.controller.primary import Primary
 from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
@@ -49,12 +49,13 @@ _STOPPED_S = 1.0
 class Controller:
     """Serves one queue.
 
-    ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
-    advertise: the host that others dial, where that is another; credentials: of this process; access: who may call
-    what; unit_lost_s: seconds of silence after which a storage unit's rows are made again elsewhere; units: how many
-    there are, where rows of others can be made again without waiting for them; compact_bytes: size from which on the
-    ledger is compacted while serving; index: of this controller among all ``controllers``; address: of each. ``failed``
-    is done when the controller cannot go on; its exception says why.
+    ledger_dir: folder of the ledger, created if needed; sync: its durability class; host, port: address to listen on
+    (port 0: any); advertise: the host that peers connect to, if it differs; credentials: of this process; access:
+    access rules; unit_lost_s: seconds of silence after which a storage unit's rows are created again elsewhere; units:
+    number of units, if known, so that rows of other units are created again without that wait; compact_bytes: size
+    above which the ledger is compacted while serving; index: index of this controller among all ``controllers``;
+    address: returns the address of each. ``failed`` is done when the controller cannot continue; its exception is
+    the reason.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Controller:
         )
         self.ledger = Ledger(ledger_dir, sync=sync, compact=partial(snapshot, self.table.state), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
-        self.parking = Parking(self.table, now=self.now, give=self.settle)
+        self.parking = Parking(self.table, now=self.now, deliver=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
         self._due, self._dated = math.inf, 0.0
         self.handlers: Primary | Replica
@@ -93,7 +94,7 @@ class Controller:
             self.server.route(method, request, partial(self._answer, act))
 
     async def start(self) -> str:
-        """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
+        """Read the ledger, start to serve, and return the address. Raises LedgerCorrupt, Refused."""
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
         try:
@@ -112,7 +113,7 @@ class Controller:
         return address
 
     async def close(self) -> None:
-        """Stop serving, and leave the ledger whole."""
+        """Stop serving, and close the ledger."""
         await self.handlers.close()
         await self.server.close()
         if self._alarm is not None:
@@ -123,44 +124,44 @@ class Controller:
             await self.ledger.close()
 
     def stats(self) -> QueueStats:
-        """Return the counts of now."""
+        """Return the current counts."""
         units, synced = self.sessions.views(self.now()), len(self.sessions)
         return stats(self.table, units, synced=synced, ledger_bytes=self.ledger.bytes)
 
     async def synced(self) -> None:
-        """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
+        """Wait until everything recorded so far is on disk. Raises Refused if the ledger cannot be written."""
         self.settle()
         try:
-            await asyncio.shield(self.ledger.synced())  # others wait for the same disk
+            await asyncio.shield(self.ledger.synced())  # other calls wait for the same disk
         except OSError as error:
             raise self._broken(error) from error
 
     async def written(self) -> None:
-        """Wait until the ledger has everything up to now. Raises Refused where it cannot be written."""
+        """Wait until the ledger contains everything recorded so far. Raises Refused if it cannot be written."""
         if (pending := self.settle()) is not None:
             await asyncio.shield(pending)
 
     def begin_ledger(self) -> None:
-        """Write the present state as a new generation of the ledger. Raises Refused where it cannot be written."""
+        """Write the current state as a new generation of the ledger. Raises Refused if it cannot be written."""
         try:
             self.ledger.begin(snapshot(self.table.state))
         except OSError as error:
             raise self._broken(error) from error
 
     def fail(self, error: BaseException) -> None:
-        """Stop serving: this controller cannot go on."""
+        """Stop serving because this controller cannot continue."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
     def now(self) -> float:
-        """The clock of leases and sessions, which is also that of the loop."""
+        """The clock of leases and sessions, which is also the clock of the event loop."""
         return time.monotonic()
 
     def settle(self, found: Answers | None = None) -> asyncio.Future[None] | None:
-        """Take what the last commands left: serve those who wait, write, free, and set the alarm.
+        """Process the effects of the last commands: answer parked calls, write, free rows, and set the alarm.
 
-        found: calls whose answers are known already. Returns what is done when all of it is in the ledger; None where
-        it is there already. Raises Refused where it cannot be written.
+        found: calls whose answers are known already. Returns a future that is done when the ledger contains everything,
+        None if it does already. Raises Refused if it cannot be written.
         """
         state = self.table.state
         answers = found or []
@@ -179,30 +180,30 @@ class Controller:
             pending = self.ledger.commit()
         except OSError as error:
             refused = self._broken(error)
-            give([(future, refused) for future, _ in answers], None, broken=self._broken)
+            deliver([(future, refused) for future, _ in answers], None, broken=self._broken)
             raise refused from error
         if to_free:
             self.sessions.order(to_free, after=pending)
         if answers:
-            give(answers, pending, broken=self._broken)
+            deliver(answers, pending, broken=self._broken)
         return pending
 
-    def safe(self, reply: T) -> Soon[T]:
-        """Settle, and return ``reply``, or what has it once the ledger holds everything up to now."""
+    def safe(self, reply: T) -> MaybeAwaitable[T]:
+        """Settle, and return ``reply``, or a future of it that is done once the ledger contains everything so far."""
         if (pending := self.settle()) is None:
             return reply
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        give([(future, reply)], pending, broken=self._broken)
+        deliver([(future, reply)], pending, broken=self._broken)
         return future
 
-    def until(self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: T) -> Soon[T]:
-        """Return what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
+    def until(self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: T) -> MaybeAwaitable[T]:
+        """Return the result of ``attempt``, repeated when the partition changes; ``otherwise`` after ``wait_s``."""
         if (found := attempt()) is not None or wait_s <= 0:
             return otherwise if found is None else found
         return self.parking.park(partition, attempt, wait_s, otherwise)
 
-    def claim(self, claim: ClaimRows) -> Soon[Claimed]:
-        """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come."""
+    def claim(self, claim: ClaimRows) -> MaybeAwaitable[Claimed]:
+        """Return the rows for ``claim``; none after ``wait_s``, or once no row can come."""
 
         def ended() -> Claimed | None:
             return Claimed(ended=True) if self.table.claims.ended(claim) else None
@@ -227,13 +228,13 @@ class Controller:
         return self.safe(_DONE if reply is None else reply)
 
     def _broken(self, error: OSError) -> Refused:
-        """Stop serving: what was answered is in the ledger, what comes now cannot be."""
+        """Stop serving: earlier answers are in the ledger, but no further change can be."""
         self.fail(error)
         hint = "Free some space and start the controller again: nothing that was answered is lost"
         return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
 
     def _set_alarm(self) -> None:
-        """Set the alarm no later than the first deadline; it may ring for nothing."""
+        """Set the alarm no later than the first deadline; it may fire too early."""
         if self._due <= (due := min(self.table.state.leases.next_deadline, self.sessions.next_deadline)):
             return
         if self._alarm is not None:
@@ -248,6 +249,6 @@ class Controller:
             self.table.claims.extend_all(now)
             self.sessions.excuse(now)
         if expired := self.table.claims.expire(now):
-            log.info("leases of %d rows ended without an answer", expired)
+            log.info("leases of %d rows expired", expired)
         self.sessions.lose_silent(now)
         self.settle()

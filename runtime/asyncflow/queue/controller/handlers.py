@@ -1,7 +1,7 @@
-"""The calls that every controller answers for its own tasks; ``Primary`` and ``Replica`` add what they alone do.
+"""The calls that every controller answers for its own tasks; ``Primary`` and ``Replica`` add their own.
 
-Invariants: a handler that waits has settled what it changed before, and what it returns is sent once the ledger has
-everything behind it; what is not in ``routes`` is refused by the server as a method that is not there.
+Invariants: a handler that waits has settled its earlier changes, and its result is sent once the ledger contains
+everything behind it. The server refuses methods that are not in ``routes`` as unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from asyncflow.queue.controller.parking import Soon
+from asyncflow.queue.controller.parking import MaybeAwaitable
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, PartitionView, PeekedRows, Progress
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from asyncflow.queue.controller.controller import Controller
 
 Address: TypeAlias = Callable[[int], str | None]
-"""Returns the address of the controller with this number, None while it has none."""
+"""Returns the address of the controller with this number, None if it has none yet."""
 Route: TypeAlias = tuple[type[Struct], Callable[[Any], Any]]
-"""The request of a method, and the function of it that returns the reply, None for ``Done``, or an awaitable of it."""
+"""The request type of a method, and its function, which returns the reply, None for ``Done``, or an awaitable."""
 
 
 class Handlers:
-    """The part of a controller in its queue."""
+    """The request handlers of a controller."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -41,11 +41,11 @@ class Handlers:
         self.state = controller.table.state
 
     def ready(self) -> tuple[bool, str]:
-        """Return whether leases can be granted, and what is waited for."""
+        """Return whether leases can be granted, and the reason if not."""
         return True, "ready"
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds for which each controller that follows this one has not asked what happened."""
+        """Return the seconds since each replica of this controller last requested changes."""
         return {}
 
     def expire(self, worker: str) -> None:
@@ -54,7 +54,7 @@ class Handlers:
         self.controller.settle()
 
     def routes(self) -> dict[str, Route]:
-        """Return how each method is answered."""
+        """Return the request type and the function of each method."""
         claims = self.table.claims
         return {
             "queue.claim": (calls.ClaimRows, self.controller.claim),
@@ -73,27 +73,27 @@ class Handlers:
         }
 
     def admit_cells(self, entry: NewCells) -> list[bool]:
-        """Complete rows under a lease of this controller, or keep what there is of them and perhaps give them back."""
+        """Complete rows under a lease of this controller, or keep their unfinished columns and perhaps return them."""
         if entry.outcome == "complete":
             return self.table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
         reason = entry.reason if entry.outcome == "return" else None
         return self.table.give_back(entry.lease, entry.rows, reason, entry.cells)
 
-    def asked(self, name: str) -> PartitionState:
-        """Return the partition for a question: one that nobody made stays unmade."""
+    def read_partition(self, name: str) -> PartitionState:
+        """Return a partition for reading: an empty one, which is not added, if it does not exist."""
         return self.state.partitions.get(name) or PartitionState(name)
 
     def _abandon(self, worker: str, ticket: str) -> None:
-        self.controller.parking.withdraw(worker, ticket)  # it may wait yet, if it came by a connection that broke
+        self.controller.parking.withdraw(worker, ticket)  # the claim may still be parked if its connection broke
         self.table.claims.abandon(worker, ticket)
 
-    def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
+    def _end(self, call: calls.EndRows) -> MaybeAwaitable[list[bool]]:
         end = self.table.claims.drop if call.drop else self.table.give_back
         return end(call.lease, call.rows, call.reason)
 
     def snapshot(self, call: calls.AskSnapshot) -> PartitionSnapshot:
-        """Return how far a partition has come, as far as is known here."""
-        return snapshot(self.asked(call.partition), step=call.step)
+        """Return the progress of a partition, as far as this controller knows it."""
+        return snapshot(self.read_partition(call.partition), step=call.step)
 
     def show(self, call: calls.InPartition) -> PartitionView:
         """Describe a partition with the tasks of this controller."""
@@ -106,7 +106,7 @@ class Handlers:
 
     def peek(self, call: calls.Peek) -> PeekedRows:
         """Return rows as a task of this controller sees them."""
-        partition = self.asked(call.partition)
+        partition = self.read_partition(call.partition)
         if call.rows:
             rows = live_rows(self.state, call.rows, of=call.partition)
         else:
@@ -114,12 +114,12 @@ class Handlers:
         return peek(self.state, partition, call.task, rows)
 
     def reset(self, call: calls.Reset) -> int:
-        """Make every row ready again for a task of this controller, or all of them; return how many it had."""
+        """Make every row ready again for one task of this controller, or for all; return the number of rows changed."""
         return reset(self.state, self.state.partition(call.partition), call.task)
 
     def progress(self, call: calls.AskProgress) -> Progress:
         """Return how many rows have some columns, or how many a task of this controller has completed."""
-        return progress(self.asked(call.partition), columns=call.columns, task=call.task)
+        return progress(self.read_partition(call.partition), columns=call.columns, task=call.task)
 
 
 def spread(command: Callable[..., Any]) -> Callable[[Struct], Any]:

@@ -1,7 +1,7 @@
-"""Calls that are parked: those that cannot be answered before their partition has changed, or their time is over.
+"""Parked calls, which cannot be answered before their partition changes or their wait ends.
 
-Invariants: nothing polls; a call is tried again only when its partition has changed; a call whose answer was found,
-whose time is over or whose caller has gone waits no longer and is granted nothing; no call is answered twice.
+Invariants: nothing polls. A call is tried again only when its partition has changed. A call that is answered, timed out
+or abandoned by its caller no longer waits and is granted nothing. No call is answered twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncflow.queue.table.replication import FEED
 from asyncflow.queue.table.table import Table
 
 T = TypeVar("T")
-Soon: TypeAlias = T | Awaitable[T]
+MaybeAwaitable: TypeAlias = T | Awaitable[T]
 """An answer, or an awaitable of it."""
 Answers: TypeAlias = list[tuple[asyncio.Future[Any], Any]]
 """Calls, and the answer of each; an error is an answer too."""
@@ -29,8 +29,8 @@ Answers: TypeAlias = list[tuple[asyncio.Future[Any], Any]]
 class _Waiter:
     """A parked call.
 
-    attempt: returns its answer, or None as long as there is none; otherwise: its answer when its time is over; future:
-    of its answer; timer: of the end of its wait; claim: what it asks for, if it is a claim.
+    attempt: returns its answer, or None if there is none yet; otherwise: its answer after a timeout; future: its
+    answer; timer: ends its wait; claim: the claim, if the call is one.
     """
 
     partition: str
@@ -42,13 +42,13 @@ class _Waiter:
 
 
 class Parking:
-    """The parked calls of a controller, by partition. now: its clock; give: sends answers."""
+    """The parked calls of a controller, by partition. now: its clock; deliver: sends answers."""
 
-    def __init__(self, table: Table, *, now: Callable[[], float], give: Callable[[Answers], object]) -> None:
+    def __init__(self, table: Table, *, now: Callable[[], float], deliver: Callable[[Answers], object]) -> None:
         self.waiters: dict[str, dict[_Waiter, None]] = {}
         self._table = table
         self._now = now
-        self._give = give
+        self._deliver = deliver
         self._claims: dict[ClaimRows, _Waiter] = {}
 
     def park(
@@ -59,19 +59,19 @@ class Parking:
         otherwise: T,
         claim: ClaimRows | None = None,
     ) -> asyncio.Future[T]:
-        """Return a future of what ``attempt`` returns once the partition has changed; ``otherwise`` after ``wait_s``.
+        """Return a future of the result of ``attempt`` once the partition has changed; ``otherwise`` after ``wait_s``.
 
-        claim: met with rows, which take the place of those in ``otherwise``.
+        claim: if it is granted, ``otherwise`` with its rows is the answer.
         """
 
-        def over() -> None:
-            self._give([(self._leave(waiter), otherwise)])
+        def on_timeout() -> None:
+            self._deliver([(self._leave(waiter), otherwise)])
 
         if claim is not None:
             self._table.claims.park(claim)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        timer = loop.call_at(self._now() + wait_s, over)
+        timer = loop.call_at(self._now() + wait_s, on_timeout)
         waiter = _Waiter(partition, attempt, otherwise, future, timer, claim)
         if claim is not None:
             self._claims[claim] = waiter
@@ -80,14 +80,14 @@ class Parking:
         return future
 
     def withdraw(self, worker: str, ticket: str) -> None:
-        """Answer a parked claim without rows; one that was met has its answer."""
+        """Answer a parked claim without rows; a granted claim already has its answer."""
         for claim, waiter in self._claims.items():
             if (claim.worker, claim.ticket) == (worker, ticket):
-                self._give([(self._leave(waiter), replace(waiter.otherwise, withdrawn=True))])
+                self._deliver([(self._leave(waiter), replace(waiter.otherwise, withdrawn=True))])
                 return
 
     def take_found(self) -> Answers:
-        """Take the calls that can be answered now."""
+        """Remove and return the calls that can be answered now."""
         found: Answers = []
         if changed := self.waiters.keys() & self._table.state.changed:
             self._leave_cancelled(changed)
@@ -105,14 +105,14 @@ class Parking:
         return found
 
     def _leave_cancelled(self, partitions: Iterable[str]) -> None:
-        """Remove calls whose callers have gone: the callbacks of their futures run only in the loop's next turn."""
+        """Remove cancelled calls now, since the callbacks of their futures run only in the loop's next iteration."""
         for partition in partitions:
             for waiter in list(self.waiters[partition]):
                 if waiter.future.cancelled():
                     self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> asyncio.Future[Any]:
-        """End the waiting of a call, as its answer is found or nobody wants it; return the future of its answer."""
+        """End the wait of a call that is answered or no longer needed; return the future of its answer."""
         waiter.timer.cancel()
         waiting = self.waiters.get(waiter.partition, {})
         if waiting.pop(waiter, 0) is None and not waiting:
@@ -123,19 +123,19 @@ class Parking:
         return waiter.future
 
 
-def give(
+def deliver(
     answers: Answers, pending: asyncio.Future[None] | None, *, broken: Callable[[OSError], AsyncFlowError]
 ) -> None:
-    """Answer calls once the ledger is ``pending`` no more. broken: makes the error of those whose ledger failed."""
+    """Answer calls once ``pending`` is done. broken: makes the error of the answers if the ledger failed."""
     if pending is not None and not pending.done():
-        pending.add_done_callback(lambda done: give(answers, done, broken=broken))
+        pending.add_done_callback(lambda done: deliver(answers, done, broken=broken))
         return
     failure = pending.exception() if pending is not None else None
     for future, answer in answers:
-        said = broken(failure) if isinstance(failure, OSError) else answer
+        result = broken(failure) if isinstance(failure, OSError) else answer
         if future.done():
             continue
-        if isinstance(said, AsyncFlowError):
-            future.set_exception(said)
+        if isinstance(result, AsyncFlowError):
+            future.set_exception(result)
         else:
-            future.set_result(said)
+            future.set_result(result)

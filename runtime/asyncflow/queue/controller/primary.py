@@ -1,11 +1,11 @@
-"""The primary: the controller that has the rows, alone, or with replicas that follow them and decide about their tasks.
+"""The primary: the controller of the rows, alone or with replicas that copy them and decide about their own tasks.
 
-Questions about the whole queue are asked of every replica, those about a task of another controller are passed on to it
-when it knows of rows what is known here.
+Queries about the whole queue are sent to every replica. Queries about a task of another controller are forwarded to it
+once it knows the rows that are known here.
 
-Invariants: a replica that is stopped holds up only who asks about its tasks, until a deadline that names it; ``stats``
-and ``show`` say what the others tell, and which are silent; no answer about a task is older than its question; where
-there is one controller, nothing is kept for others, and nothing is waited for.
+Invariants: a stopped replica delays only queries about its own tasks, until a deadline that names the replica.
+``stats`` and ``show`` return the answers of the other replicas, and name the silent ones. No answer about a task is
+older than its query. With one controller, no changes are kept for replicas, and no replica is waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue.controller.handlers import Address, Handlers, Route, spread
-from asyncflow.queue.controller.parking import Soon
+from asyncflow.queue.controller.parking import MaybeAwaitable
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import merge_audits
 from asyncflow.queue.protocol import calls, unit_calls
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_ASK_S = 5.0
-_LOOK_S = 2.0
+_REPLY_S = 5.0
+_RESPONSIVE_S = 2.0
 
 
 class Primary(Handlers):
-    """Controller 0. replicas: the numbers of the others; address: of each."""
+    """Controller 0. replicas: numbers of the other controllers; address: returns the address of each."""
 
     def __init__(
         self, controller: Controller, *, replicas: range, address: Address, credentials: Credentials | None
@@ -71,23 +71,23 @@ class Primary(Handlers):
             )
             for index in replicas
         }
-        self._asked: dict[int, float] = {}
+        self._requested: dict[int, float] = {}
 
     def start(self) -> None:
-        """Begin to tell replicas what happens."""
+        """Start to record changes for the replicas."""
         if self._replicas:
             self.feed.start()
-        self._asked = dict.fromkeys(self._replicas, self.controller.now())
+        self._requested = dict.fromkeys(self._replicas, self.controller.now())
 
     async def close(self) -> None:
-        """Talk to replicas no longer."""
+        """Close the connections to the replicas."""
         for replica in self._replicas.values():
             await replica.close()
 
     def silences(self) -> dict[int, float]:
-        """Return the seconds since each replica asked what happened; one that lives asks every ten or so."""
+        """Return the seconds since each replica requested changes; a running replica does so every 10 s or so."""
         now = self.controller.now()
-        return {index: now - asked for index, asked in self._asked.items()}
+        return {index: now - since for index, since in self._requested.items()}
 
     def expire(self, worker: str) -> None:
         """End all leases and claims of a worker that is known to be dead, here and at the replicas."""
@@ -96,7 +96,7 @@ class Primary(Handlers):
         super().expire(worker)
 
     def routes(self) -> dict[str, Route]:
-        """Return how each method is answered, to clients, to units and, where there are some, to replicas."""
+        """Return the routes for clients, for units and, if there are replicas, for replicas."""
         table, training, sessions = self.table, self.table.training, self._sessions
         routes: dict[str, Route] = {
             **super().routes(),
@@ -115,8 +115,8 @@ class Primary(Handlers):
             "queue.drain": (calls.Drain, sessions.drain),
             "queue.where": (calls.AskWhere, spread(table.moves.where)),
             "queue.units": (calls.Nothing, lambda _: sessions.views(self.controller.now())),
-            "open.list": (calls.InPartition, lambda call: listing(list_rows(self.asked(call.partition)))),
-            "open.find": (calls.FindRows, lambda call: find(self.asked(call.partition), call.keys)),
+            "open.list": (calls.InPartition, lambda call: listing(list_rows(self.read_partition(call.partition)))),
+            "open.find": (calls.FindRows, lambda call: find(self.read_partition(call.partition), call.keys)),
             "open.expect": (calls.Expect, spread(table.expect)),
             "open.clear": (calls.ClearRows, lambda call: sum(table.clear_rows(call.partition, call.rows))),
             "open.partitions": (calls.Nothing, self._partitions),
@@ -134,15 +134,15 @@ class Primary(Handlers):
                 "queue.snapshot": (calls.AskSnapshot, self._snapshot_of_all),
                 "queue.audit": (calls.Nothing, self._audit_all),
                 "open.reset": (calls.Reset, self._reset_all),
-                "open.peek": (calls.Peek, self._where_it_is("open.peek", PeekedRows, self.peek)),
-                "open.progress": (calls.AskProgress, self._where_it_is("open.progress", Progress, self.progress)),
+                "open.peek": (calls.Peek, self._at_its_controller("open.peek", PeekedRows, self.peek)),
+                "open.progress": (calls.AskProgress, self._at_its_controller("open.progress", Progress, self.progress)),
                 "replicas.follow": (calls.Follow, self._follow),
                 "replicas.type": (calls.EnterTypes, self._enter_types),
                 "replicas.drop": (calls.DropRows, self._drop),
             }
         return routes
 
-    def _slot(self, call: calls.AskSlot) -> Soon[calls.Slotted]:
+    def _slot(self, call: calls.AskSlot) -> MaybeAwaitable[calls.Slotted]:
         training = self.table.training
 
         def attempt() -> calls.Slotted | None:
@@ -152,7 +152,7 @@ class Primary(Handlers):
 
         return self.controller.until(call.partition, attempt, call.wait_s, calls.Slotted(None))
 
-    def _wanted(self, call: calls.AskWanted) -> Soon[Wanted]:
+    def _wanted(self, call: calls.AskWanted) -> MaybeAwaitable[Wanted]:
         def changed() -> Wanted | None:
             wanted = self.table.wanted(call.partition)
             return wanted if wanted.revision != call.known else None
@@ -202,14 +202,14 @@ class Primary(Handlers):
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self.controller.now())
-        rows, here = self.state.rows, call.session.location
-        self.table.lose_rows([number for number in call.rows if number in rows and rows[number].location == here])
+        rows, location = self.state.rows, call.session.location
+        self.table.lose_rows([number for number in call.rows if number in rows and rows[number].location == location])
 
-    def _follow(self, call: calls.Follow) -> Soon[calls.Feed]:
-        if call.replica not in self._asked:
+    def _follow(self, call: calls.Follow) -> MaybeAwaitable[calls.Feed]:
+        if call.replica not in self._requested:
             what = f"there is no controller {call.replica}"
             raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
-        self._asked[call.replica] = self.controller.now()
+        self._requested[call.replica] = self.controller.now()
         nothing = calls.Feed(self.feed.epoch, self.feed.position, [])
         changes = partial(self.feed.answer, call.epoch, call.position)
         return self.controller.until(FEED, changes, call.wait_s, nothing)
@@ -218,71 +218,71 @@ class Primary(Handlers):
         self.state.check_schema(self.state.partition(call.partition), call.dtypes)
 
     def _drop(self, call: calls.DropRows) -> list[bool]:
-        """Drop rows for ever whose holder says so; a row that a step has taken stays."""
+        """Drop rows permanently for their holder, except rows that a step has taken."""
         rows = [self.state.rows.get(number) for number in call.rows]
         ok = [row is not None and row.state is RowState.LIVE and row.group.partition == call.partition for row in rows]
-        if dropped := [number for number, here in zip(call.rows, ok, strict=True) if here]:
+        if dropped := [number for number, live in zip(call.rows, ok, strict=True) if live]:
             self.state.record(ev.RowsDropped(call.partition, dropped, call.reason))
         return ok
 
     async def _stats_of_all(self, call: calls.Nothing) -> QueueStats:
-        return merge_stats(self.controller.stats(), *await self._ask_willing("queue.stats", call, QueueStats))
+        return merge_stats(self.controller.stats(), *await self._send_to_responsive("queue.stats", call, QueueStats))
 
     async def _show_all(self, call: calls.InPartition) -> PartitionView:
         own = self.show(call)
-        views, silent = await self._ask_willing("queue.show", call, PartitionView)
-        elsewhere = self.asked(call.partition).elsewhere.items()
-        lacking = {index: sorted(name for name, there in elsewhere if there.controller == index) for index in silent}
-        return merge_views(own, views, lacking)
+        views, silent = await self._send_to_responsive("queue.show", call, PartitionView)
+        elsewhere = self.read_partition(call.partition).elsewhere.items()
+        missing = {index: sorted(name for name, remote in elsewhere if remote.controller == index) for index in silent}
+        return merge_views(own, views, missing)
 
     async def _snapshot_of_all(self, call: calls.AskSnapshot) -> PartitionSnapshot:
         own = self.snapshot(call)
-        return merge_snapshots(own, await self._ask_all("queue.snapshot", call, PartitionSnapshot))
+        return merge_snapshots(own, await self._send_to_all("queue.snapshot", call, PartitionSnapshot))
 
     async def _audit_all(self, call: calls.Nothing) -> AuditReport:
         own = await self.audit(call)
-        return merge_audits(own, dict(enumerate(await self._ask_all("queue.audit", call, AuditReport), 1)))
+        return merge_audits(own, dict(enumerate(await self._send_to_all("queue.audit", call, AuditReport), 1)))
 
-    def _where_it_is(self, method: str, reply: type[R], own: Callable[[Any], R]) -> Callable[[Any], Awaitable[R]]:
-        """Return a handler for calls about a task, which its own controller answers."""
+    def _at_its_controller(self, method: str, reply: type[R], own: Callable[[Any], R]) -> Callable[[Any], Awaitable[R]]:
+        """Return a handler for calls about a task, which the controller of the task answers."""
 
-        async def ask(call: Any) -> R:
-            there = self.asked(call.partition).elsewhere.get(call.task)
-            if there is not None:
-                return await self._ask(there.controller, method, call, reply)
+        async def handle(call: Any) -> R:
+            remote = self.read_partition(call.partition).elsewhere.get(call.task)
+            if remote is not None:
+                return await self._send(remote.controller, method, call, reply)
             answer = own(call)
             await self.controller.written()
             return answer
 
-        return ask
+        return handle
 
     async def _reset_all(self, call: calls.Reset) -> int:
-        """Reset one task where it is, or all tasks everywhere."""
-        own = await self._where_it_is("open.reset", int, self.reset)(call)
-        return own if call.task is not None else own + sum(await self._ask_all("open.reset", call, int))
+        """Reset one task at its controller, or all tasks at all controllers."""
+        own = await self._at_its_controller("open.reset", int, self.reset)(call)
+        return own if call.task is not None else own + sum(await self._send_to_all("open.reset", call, int))
 
-    async def _ask_willing(self, method: str, call: Struct, reply: type[R]) -> tuple[list[R], list[int]]:
-        """Return what the replicas say that answer soon, and which do not."""
-        said: list[R] = []
+    async def _send_to_responsive(self, method: str, call: Struct, reply: type[R]) -> tuple[list[R], list[int]]:
+        """Return the answers of the replicas that answer soon, and the numbers of the silent ones."""
+        answers: list[R] = []
         silent: list[int] = []
 
-        async def ask(index: int) -> None:
+        async def send(index: int) -> None:
             try:
-                said.append(await self._ask(index, method, call, reply, within_s=_LOOK_S))
+                answers.append(await self._send(index, method, call, reply, within_s=_RESPONSIVE_S))
             except (DeadlineExceeded, PeerLost) as why:
-                log.info("controller %d is silent: %s", index, why)
+                log.info("controller %d did not answer: %s", index, why)
                 silent.append(index)
 
-        await asyncio.gather(*map(ask, self._replicas))
-        return said, sorted(silent)
+        await asyncio.gather(*map(send, self._replicas))
+        return answers, sorted(silent)
 
-    async def _ask_all(self, method: str, call: Struct, reply: type[R]) -> list[R]:
-        """Return what every replica says, in their order."""
-        return await asyncio.gather(*[self._ask(index, method, call, reply) for index in self._replicas])
+    async def _send_to_all(self, method: str, call: Struct, reply: type[R]) -> list[R]:
+        """Return the answers of all replicas, in order."""
+        return await asyncio.gather(*[self._send(index, method, call, reply) for index in self._replicas])
 
-    async def _ask(self, index: int, method: str, call: Struct, reply: type[R], *, within_s: float | None = None) -> R:
-        """Ask a replica, when it knows what is known here. Raises DeadlineExceeded that names it."""
-        within_s = _ASK_S if within_s is None else within_s
+    async def _send(self, index: int, method: str, call: Struct, reply: type[R], *, within_s: float | None = None) -> R:
+        """Query a replica once it knows the rows that are known here. Raises a DeadlineExceeded that names it."""
+        within_s = _REPLY_S if within_s is None else within_s
         await self.controller.written()
         replica, reach = self._replicas[index], calls.Reach(self.feed.epoch, self.feed.position, within_s / 2)
         try:

@@ -1,12 +1,11 @@
-"""A replica: a controller that follows the rows of the primary, and decides about the leases of its own tasks.
+"""A replica: a controller that copies the rows of the primary, and decides about the leases of its own tasks.
 
-It asks what happened to rows, takes it in, and asks again. Where it is too far behind, or the primary is another than
-before, it takes a snapshot beside what it has, and goes on with what it has until that is whole.
+It requests the changes of rows, applies them, and requests the next ones. If it is too far behind, or the primary has
+restarted, it receives a snapshot next to its current state, and uses the current state until the snapshot is complete.
 
-Invariants: a completion is admitted only with dtypes that the primary has entered; a row ends by the primary's word
-alone, so who drops one waits for it; what is answered after ``reach`` is no older than what was asked for; a replica
-whose state does not agree with what it is told mends itself by a snapshot; nothing that the primary does or fails to do
-ends a replica.
+Invariants: a completion is admitted only with dtypes that the primary has entered. Only the primary ends rows, so
+dropping a row waits for it. Answers after ``reach`` are no older than the requested position. A replica whose state
+contradicts the feed repairs itself with a snapshot. No action or failure of the primary ends a replica.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncflow.errors import AsyncFlowError, LedgerCorrupt
 from asyncflow.queue.controller.handlers import Address, Handlers, Route
-from asyncflow.queue.controller.parking import Soon
+from asyncflow.queue.controller.parking import MaybeAwaitable
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import FEED, WorkerLost, decode, install, take
@@ -32,15 +31,15 @@ log = logging.getLogger(__name__)
 
 _PARK_S = 10.0
 _FOLLOW_S = 120.0
-"""Seconds for what happened to rows to come: a snapshot of many takes its time."""
+"""Time limit for a request for changes: a snapshot of many rows takes long."""
 _CALL_S = 10.0
 _TYPES_S = 2.0
 _TURN = 64
-"""Changes after which others have their turn."""
+"""Number of changes after which other work gets a turn."""
 
 
 class Replica(Handlers):
-    """A controller that is not the primary. address: of each controller."""
+    """A controller that is not the primary. address: returns the address of each controller."""
 
     def __init__(self, controller: Controller, *, address: Address, credentials: Credentials | None) -> None:
         super().__init__(controller)
@@ -55,7 +54,7 @@ class Replica(Handlers):
         self._following: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[str, Route]:
-        """Return how each method is answered, to clients and units as far as its own tasks go, and to the primary."""
+        """Return the routes for clients and units, as far as they concern its own tasks, and for the primary."""
         return {
             **super().routes(),
             "replicas.admit": (unit_calls.AdmitCells, self._admit),
@@ -63,7 +62,7 @@ class Replica(Handlers):
         }
 
     def start(self) -> None:
-        """Begin to follow the primary."""
+        """Start to follow the primary."""
         self._following = asyncio.create_task(self._follow(), name="follower")
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -73,19 +72,19 @@ class Replica(Handlers):
         self._following.add_done_callback(ended)
 
     async def close(self) -> None:
-        """Follow no longer."""
+        """Stop following the primary."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
         await self._primary.close()
 
     def ready(self) -> tuple[bool, str]:
-        """Return whether the primary has told it of its rows."""
-        told = self._epoch > 0
-        return told, "ready" if told else "the primary has not told it of its rows yet"
+        """Return whether the primary has sent its rows."""
+        received = self._epoch > 0
+        return received, "ready" if received else "the primary has not sent its rows yet"
 
     async def _follow(self) -> None:
-        """Follow for ever."""
+        """Follow the primary forever."""
         outage = Outage("following the primary")
         while True:
             try:
@@ -97,7 +96,7 @@ class Replica(Handlers):
                 await outage.wait(error)
 
     async def _step(self) -> None:
-        """Ask what happened, and take it in."""
+        """Request changes, and apply them."""
         ask = calls.Follow(self.state.index, self._epoch, self._position, _PARK_S)
         feed = await self._primary.call("replicas.follow", ask, calls.Feed, timeout=_FOLLOW_S)
         state = QueueState(self.state.index) if feed.snapshot else self.state
@@ -119,14 +118,14 @@ class Replica(Handlers):
         self.state.changed.add(FEED)
         self.controller.settle()
 
-    def _reach(self, call: calls.Reach) -> Soon[bool]:
+    def _reach(self, call: calls.Reach) -> MaybeAwaitable[bool]:
         def reached() -> bool | None:
             return (call.epoch == self._epoch and call.position <= self._position) or None
 
         return self.controller.until(FEED, reached, call.wait_s, False)
 
     async def _admit(self, call: unit_calls.AdmitCells) -> list[unit_calls.EntryResult]:
-        """Admit cells in order. One call may wait for the primary for ``_TYPES_S`` in all, as others may not wait."""
+        """Admit cells in order. One call waits for the primary for at most ``_TYPES_S`` in all, to not delay others."""
         until = self.controller.now() + _TYPES_S
         results = []
         for entry in call.entries:
@@ -139,7 +138,7 @@ class Replica(Handlers):
         return results
 
     async def _enter_types(self, entry: unit_calls.NewCells, until: float) -> None:
-        """Enter at the primary the columns of a completion that its partition does not know yet."""
+        """Enter the dtypes of a completion's new columns at the primary."""
         lease = self.table.claims.holder(entry.lease)
         if lease is None or entry.outcome != "complete":
             return
@@ -149,7 +148,7 @@ class Replica(Handlers):
             enter = calls.EnterTypes(lease.partition, self.state.index, new)
             await self._primary.call("replicas.type", enter, calls.Done, timeout=until - self.controller.now())
 
-    def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
+    def _end(self, call: calls.EndRows) -> MaybeAwaitable[list[bool]]:
         return self._drop(call) if call.drop else super()._end(call)
 
     async def _drop(self, call: calls.EndRows) -> list[bool]:
@@ -157,5 +156,5 @@ class Replica(Handlers):
             return [False] * len(call.rows)
         drop = calls.DropRows(self.state.rows[held[0]].group.partition, self.state.index, held, call.reason)
         ok = await self._primary.call("replicas.drop", drop, list[bool], timeout=_CALL_S)
-        dropped = {row for row, gone in zip(held, ok, strict=True) if gone}
+        dropped = {row for row, done in zip(held, ok, strict=True) if done}
         return [row in dropped for row in call.rows]

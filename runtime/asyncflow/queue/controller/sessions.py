@@ -1,8 +1,8 @@
-"""Sessions with storage units, on the controller's side: who is there, how full, and which rows each must still free.
+"""Sessions with storage units, on the controller's side: the units, their fill, and the rows that each must still free.
 
-Invariants: orders are kept until the unit has said that it carried them out, so a lost answer loses none; a unit is
-told to free a row only when the ledger has why; a unit is taken for lost only after it was silent for ``lost_s`` while
-the controller itself ran.
+Invariants: orders are kept until the unit has confirmed them, so a lost answer loses none. A unit is ordered to free a
+row only when the ledger contains the reason. A unit counts as lost only after a silence of ``lost_s`` while the
+controller itself ran.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from asyncflow.queue.table.table import Table
 log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_GONE_S = 2.0
-"""Seconds for which a unit of the ledger is waited for that the queue has not any more, in case it still leaves."""
+_REMOVED_S = 2.0
+"""Seconds to wait for a unit of the ledger that the queue no longer has, in case it still drains."""
 _SILENT = 3
-"""A unit that was not heard for so many times as long as it may be without a word is called silent."""
+"""A unit counts as silent after this multiple of the time that it may be idle without a call."""
 _ORDERS = 10_000
 
 
 @dataclass(slots=True)
 class _Unit:
-    """held: rows that it said it holds.
+    """A storage unit. held: number of rows that it reported.
 
-    to_free: rows that it must free, of which ``first`` is the number of the first.
+    to_free: rows that it must free; ``first`` is the number of the first one.
     """
 
     epoch: int
@@ -55,8 +55,8 @@ class _Unit:
         rows = self.to_free[:_ORDERS]
         return Orders(self.first + len(rows) - 1, rows, leave)
 
-    def carried_out(self, number: int) -> None:
-        """Take its word that it has freed the rows up to this number."""
+    def confirm(self, number: int) -> None:
+        """Note that the unit has freed the rows up to this number."""
         if 0 < (rows := number + 1 - self.first) <= len(self.to_free):
             del self.to_free[:rows]
             self.first += rows
@@ -70,9 +70,9 @@ def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
 class Sessions:
     """All units.
 
-    lost_s: seconds of silence after which what a unit held is given up; units: how many there are, where that is known.
+    lost_s: seconds of silence after which a unit's rows are given up; units: number of units, if known.
 
-    next_deadline: a time before which none has been silent for so long, perhaps long before; infinite without units.
+    next_deadline: no unit is lost before this time, which may be too early; infinite without units.
     """
 
     def __init__(self, table: Table, *, lost_s: float, units: int | None = None) -> None:
@@ -84,25 +84,25 @@ class Sessions:
         self.next_deadline = math.inf
 
     def start(self, now: float) -> None:
-        """Expect the units of the ledger to come back, those that the queue has not any more at once."""
-        gone = now - max(0.0, self._lost_s - _GONE_S)
+        """Wait for the units in the ledger to come back, but only briefly for units that the queue no longer has."""
+        since = now - max(0.0, self._lost_s - _REMOVED_S)
         self._units = {
-            index: _Unit(unit.epoch, now if self._expected is None or index < self._expected else gone)
+            index: _Unit(unit.epoch, now if self._expected is None or index < self._expected else since)
             for index, unit in self._table.state.units.items()
         }
-        self.next_deadline = self._silent_from()
+        self.next_deadline = self._first_deadline()
 
     def __len__(self) -> int:
         return sum(unit.synced for unit in self._units.values())
 
     def greet(self, hello: Hello, now: float) -> Welcome:
-        """Begin a session with a unit; what an earlier incarnation of it held is lost.
+        """Start a session with a unit; the rows of an earlier incarnation of it are lost.
 
-        Raises Fenced for one that was itself replaced: it must not take its place back from its successor.
+        Raises Fenced for an incarnation that was itself replaced: it must not take over from its successor.
         """
-        there = self._table.state.units.get(hello.unit)
-        if there is not None and there.incarnation != hello.incarnation and 0 < hello.epoch < there.epoch:
-            hint = "This process must end: another one does its work"
+        joined = self._table.state.units.get(hello.unit)
+        if joined is not None and joined.incarnation != hello.incarnation and 0 < hello.epoch < joined.epoch:
+            hint = "This process must end: another one has replaced it"
             raise Fenced("another incarnation has replaced this one", where=f"storage unit {hello.unit}", hint=hint)
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
         known = self._units.get(hello.unit)
@@ -113,44 +113,44 @@ class Sessions:
         return Welcome(self._table.controller, epoch, self._watch_s, self._table.controllers)
 
     def check(self, session: Session, now: float) -> _Unit:
-        """Return the unit of a session. Raises Fenced for one that another controller began, or that is over."""
+        """Return the unit of a session. Raises Fenced for a session of another controller, or one that is over."""
         unit = self._units.get(session.unit)
         if session.controller != self._table.controller or unit is None or unit.epoch != session.epoch:
-            raise Fenced("this session is over", where=f"storage unit {session.unit}", hint="The unit says hello again")
+            raise Fenced("this session is over", where=f"storage unit {session.unit}", hint="The unit starts a new one")
         unit.seen = now
         return unit
 
     def synced(self, session: Session) -> None:
-        """Note that a unit has told all it holds: what it did not name is lost."""
+        """Note that a unit has reported all of its rows; rows that it did not name are lost."""
         missing = self._table.miss(session.location)
         self._units[session.unit].synced = True
         if missing:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
 
     def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
-        """Make the units free ``rows``; those of units that are gone are gone with them.
+        """Order the units to free ``rows``; rows of lost units are ignored.
 
-        after: do so when this is done, if it went well, but only a turn of the loop later: all results that wait for
-        it are sent first, because a unit passes over rows whose result it has not heard.
+        after: send the orders when this future succeeds, but one loop iteration later: results that wait for it are
+        sent first, because a unit ignores orders for rows whose result it has not received.
         """
         if after is not None:
             loop = asyncio.get_running_loop()
             after.add_done_callback(lambda done: None if done.exception() else loop.call_soon(self.order, rows))
             return
-        told: dict[int, list[int]] = {}
+        by_location: dict[int, list[int]] = {}
         for row in rows:
-            told.setdefault(row.moved or location_of(row.row), []).append(row.row)
-        for location, numbers in told.items():
+            by_location.setdefault(row.moved or location_of(row.row), []).append(row.row)
+        for location, numbers in by_location.items():
             unit = self._units.get(unit_at(location))
             if unit is not None and unit.epoch == epoch_of(location):
                 unit.to_free += numbers
-                self._tell(unit)
+                self._send_orders(unit)
 
     def orders(self, watch: Watch, now: float) -> Orders | asyncio.Future[Orders]:
-        """Return what a unit must free, as soon as there is something or after ``wait_s``."""
+        """Return the rows that a unit must free, as soon as there are any, or after ``wait_s``."""
         unit = self.check(watch.session, now)
         unit.used, unit.held = watch.used, watch.held
-        unit.carried_out(watch.done)
+        unit.confirm(watch.done)
         if unit.to_free:
             return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ class Sessions:
         unit.watching = (future, timer)
         return future
 
-    def _tell(self, unit: _Unit) -> None:
+    def _send_orders(self, unit: _Unit) -> None:
         if unit.watching is not None:
             future, timer = unit.watching
             unit.watching = None
@@ -195,11 +195,11 @@ class Sessions:
     def drain(self, drain: Drain) -> None:
         """Drain a unit."""
         if self._table.moves.drain(drain.unit, drain.incarnation):
-            log.info("storage unit %d leaves: its rows move to others", drain.unit)
-            self._tell(self._units[drain.unit])
+            log.info("storage unit %d drains: its rows move to other units", drain.unit)
+            self._send_orders(self._units[drain.unit])
 
     def next_order(self, ask: AskMove, now: float) -> MoveOrder:
-        """Return what a unit that leaves moves next; its session ends when nothing is left."""
+        """Return the next move of a draining unit; its session ends when no row is left."""
         self.check(ask.session, now)
         rooms = {
             index: Room(unit.held, unit.limit - unit.used)
@@ -208,7 +208,7 @@ class Sessions:
         }
         order = self._table.moves.next_order(ask, rooms)
         if order.over:
-            log.info("storage unit %d has left: nothing is lost", ask.session.unit)
+            log.info("storage unit %d has left; no row was lost", ask.session.unit)
             del self._units[ask.session.unit]
             self._table.lose_unit(ask.session.unit)
         elif order.rows:
@@ -222,12 +222,12 @@ class Sessions:
                 log.warning("storage unit %d was silent for %g s: its rows are given up", index, self._lost_s)
                 del self._units[index]
                 self._table.lose_unit(index)
-        self.next_deadline = self._silent_from()
+        self.next_deadline = self._first_deadline()
 
     def excuse(self, now: float) -> None:
-        """Count silence anew, because the controller itself did not run."""
+        """Restart the silence of all units, because the controller itself did not run."""
         for unit in self._units.values():
             unit.seen = now
 
-    def _silent_from(self) -> float:
+    def _first_deadline(self) -> float:
         return min([unit.seen for unit in self._units.values()], default=math.inf) + self._lost_s

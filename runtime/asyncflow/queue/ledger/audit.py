@@ -37,7 +37,7 @@ _FINAL = {3: "trained", 4: "filtered", 5: "dropped"}
 def audit_ledger(directory: Path) -> AuditReport:
     """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError if there is none."""
     if not directory.is_dir():
-        raise FileNotFoundError(f"{directory} is no ledger")
+        raise FileNotFoundError(f"{directory} is not a ledger")
     auditor = Auditor()
     for event in read_ledger(directory):
         auditor.see(event)
@@ -244,7 +244,7 @@ class Auditor:
         for serial, first in zip(event.serials, range(0, len(event.rows), event.size), strict=True):
             keys = [(serial, sample) for sample in range(event.size)]
             if serial in history.groups:
-                made = [key for key in keys if key in history.place and self._again(history, key)]
+                made = [key for key in keys if key in history.place and self._is_wanted(history, key)]
             else:
                 made = keys
             if not made:
@@ -255,7 +255,7 @@ class Auditor:
             for key in made:
                 self._enter(event.partition, history, key, event.rows[first + key[1]])
 
-    def _again(self, history: _History, key: Key) -> bool:
+    def _is_wanted(self, history: _History, key: Key) -> bool:
         """Return whether a row is to be put again: its bytes are lost, and it is not final."""
         return self._is_lost(history.place[key]) and not history.final(key)
 

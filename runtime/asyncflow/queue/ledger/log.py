@@ -247,7 +247,7 @@ class Ledger:
         self.release()
 
     async def abandon(self) -> None:
-        """Close the file without syncing it."""
+        """Wait for a sync in progress, and close the file without another one."""
         await self._finish_syncing()
         self.release()
 
@@ -258,7 +258,7 @@ class Ledger:
             await asyncio.wait([self._syncing])
 
     def release(self) -> None:
-        """Close the file as it is, before anything was appended, and unlock the ledger."""
+        """Close the file as it is, and unlock the ledger for other processes."""
         for file in (self._fd, self._lock):
             if file >= 0:
                 os.close(file)

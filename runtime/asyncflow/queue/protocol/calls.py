@@ -1,5 +1,4 @@
-"""The calls to controllers by clients and by other controllers: a request and a reply for each; see ``unit_calls`` for
-other calls.
+"""The calls to controllers by clients and by other controllers, each with a request and a reply.
 
 If a queue has several controllers, number 0, the *primary*, decides about rows. The others, *replicas*, copy its rows
 and decide about the leases of their own tasks. A lease's id contains the controller that granted it.

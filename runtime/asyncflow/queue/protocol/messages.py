@@ -101,7 +101,7 @@ class LeasedRow(Struct, frozen=True, array_like=True, kw_only=True):
 
     A row of a slot has no lease: it belongs to the trainer's attempt and step until the step is committed or repeated.
     attempt: how often it was given back or expired before; unit: index of the unit that holds it; bytes: size of each
-    column there. A column of ``bytes`` that the task itself writes is what an earlier holder gave back unfinished.
+    column there. A column of ``bytes`` that the task itself writes is what an earlier holder left unfinished.
     """
 
     row: int
@@ -311,8 +311,7 @@ class PeekedRows(Struct, frozen=True, array_like=True):
     """Rows as they are now, one element for each row.
 
     ready: ready for the named task; leased, done: by that task; attempts: how often the task lost its lease on the row;
-    lacks: columns that the task needs and the row does not have; sizes: bytes by column, -1 if the row does not have
-    it.
+    lacks: columns that the task needs and the row does not have; sizes: bytes by column, -1 if it is missing.
     """
 
     rows: list[int]

@@ -70,9 +70,8 @@ class PutRows(Struct, frozen=True):
 class RowIds(Struct, frozen=True):
     """Ids of the rows that were put.
 
-    new: True if the row is new; empty on the wire if all rows are. The id of a row that is not new is the id of the row
-    that was put earlier under this number or key (its cells are unchanged), or 0 if that row has ended or its group was
-    refused.
+    new: True if the row is new; empty on the wire if all rows are. For a row that is not new, the id is the id of the
+    row put earlier under its number or key, which is unchanged, or 0 if that row has ended or its group was refused.
     """
 
     rows: list[int]
@@ -80,7 +79,7 @@ class RowIds(Struct, frozen=True):
 
 
 class WriteRows(Struct, frozen=True):
-    """Put columns of leased rows; columns of rows that this does not complete are unfinished, for the next holder.
+    """Write columns of leased rows. Unless this completes the rows, the columns are unfinished, for the next holder.
 
     reason: why the rows are returned, for the ledger. A write that keeps the lease does not wait for room.
     """
@@ -112,7 +111,7 @@ class Hello(Struct, frozen=True):
 
 
 class Welcome(Struct, frozen=True):
-    """controller: epoch of the controller; epoch: epoch of the unit's rows, which must forget rows of any other epoch.
+    """The reply to ``Hello``. controller: its epoch; epoch: epoch of the unit's rows; the unit must forget other rows.
 
     watch_s: seconds that the unit may be silent while idle; controllers: number of controllers that grant leases.
     """

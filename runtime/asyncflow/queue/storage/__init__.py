@@ -1,1 +1,1 @@
-"""Where cells lie: back ends behind one small interface, found by the entry points ``asyncflow.storage_backends``."""
+"""Storage of cells: back ends behind one small interface, found by the entry points ``asyncflow.storage_backends``."""

@@ -1,11 +1,11 @@
-"""The interface of a storage back end, a store of blobs, each written once; and of a key-value store that holds them.
+"""The interface of a storage back end, which stores immutable blobs, and of a key-value store for blobs.
 
-A *blob* is what one put brought: columns of the same rows, under a number that is never used again. The unit knows
-what the rows mean and keeps the budget; the controller is the truth about what exists. So a back end needs to know
-nothing but bytes. Cells may be freed while they are read, and are not asked for after that.
+A *blob* contains what one put brought: columns of the same rows, under a number that is never used again. The unit
+knows the meaning of the rows and keeps the budget; the controller decides which rows exist. So a back end only handles
+bytes. Cells may be freed while they are read, and are not requested afterwards.
 
-Invariants: ``get`` returns what ``put`` was given, bit by bit; a blob is there whole or not at all, until cells of it
-are freed; when ``free`` returns, those bytes can be used again.
+Invariants: ``get`` returns exactly the bytes that ``put`` received. A blob exists as a whole or not at all, until cells
+of it are freed. When ``free`` returns, those bytes can be used again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from asyncflow.rpc.columns import Array, Jagged
 from asyncflow.rpc.retry import delays
 
 BACKENDS: Final = "asyncflow.storage_backends"
-"""The group of entry points in which back ends are found."""
+"""The group of entry points of back ends."""
 
 
 class Place(NamedTuple):
-    """Where a row of a blob lies: the blob's number, and the row's index in it, from 0."""
+    """The location of a row in a blob: the blob's number, and the row's index in it, from 0."""
 
     blob: int
     row: int
 
 
 class BytesLost(Exception):
-    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows."""
+    """Cells are missing in the store, although they were not freed; ``places`` are the places of their rows."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         super().__init__(f"the store lost cells of {len(places)} rows")
@@ -43,11 +43,12 @@ class BytesLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a back end works.
+    """The environment of a back end.
 
-    owner: whose queue it is, by a name that nobody else has who uses the same store; unit, incarnation: whose cells it
+    owner: name of the queue, unique among the users of the same store; unit, incarnation: the unit whose cells it
     holds; host: the address of this process; find: returns the address of process i of a role, None if there is none;
-    password: of the store, "" for none; lasting: whether the store outlives the queue, which must leave nothing there.
+    password: of the store, "" for none; lasting: whether the store outlives the queue, which must then remove all of
+    its values.
     """
 
     owner: str = ""
@@ -70,7 +71,7 @@ class Site:
 
 
 class Backend(ABC):
-    """Holds blobs by number. Several calls may be under way, and each may be cancelled wherever it awaits."""
+    """Holds blobs by number. Several calls may run concurrently, and each may be cancelled at any await."""
 
     @classmethod
     def made(cls, site: Site) -> Self:  # noqa: ARG003
@@ -79,25 +80,25 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027
     def check(cls, *, servers: bool) -> None:
-        """Raise ManifestError where this machine lacks what units need, or servers where those run here too."""
+        """Raise ManifestError if this machine lacks what units need or, with ``servers``, what servers need."""
 
     async def open(self) -> None:  # noqa: B027
-        """Wait until cells can be put; what is put before that waits."""
+        """Wait until cells can be put; earlier puts wait, too."""
 
     @abstractmethod
     async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
-        """Store all columns, which are never changed any more, or none of them: what fails leaves nothing behind."""
+        """Store all columns, which never change afterwards, or none of them: a failed put leaves nothing behind."""
 
     @abstractmethod
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Return cells of rows (at least one, none twice) that all have these columns, in the order asked.
+        """Return cells of rows (at least one, none twice) that all have these columns, in the given order.
 
-        Nobody writes to them. Raises BytesLost when some are gone, PeerLost while the store is away.
+        The result is never written to. Raises BytesLost if cells are lost, PeerLost while the store is unreachable.
         """
 
     @abstractmethod
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
-        """Forget these columns of rows that all have them and are named once."""
+        """Forget these columns of rows, which all have them and are named once."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -108,21 +109,21 @@ T = TypeVar("T")
 
 
 class Outcome(Enum):
-    """The result of a call for one key. ``PackedBackend`` repeats what did not succeed, so a store never does."""
+    """The result of a call for one key. ``PackedBackend`` repeats failed calls, so a store never does."""
 
     DONE = auto()
     LOST = auto()
-    """It is not there, or has another size: a read gives it up."""
+    """It does not exist, or has another size: a read treats it as lost."""
     FULL = auto()
     """Nothing was stored, because there is no room now: a write waits."""
     FAILED = auto()
-    """The store answers, but could not move or remove these bytes now: a read gives it up after a few tries."""
+    """The store answered, but could not transfer or remove these bytes: a read gives up after a few attempts."""
     AWAY = auto()
-    """The store did not answer, so that it may have been done or not."""
+    """The store did not answer, so the call may or may not have taken effect."""
 
 
 async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:
-    """Return the first answer of ``ask`` that is not None; None means that the store is away, and it is asked again."""
+    """Repeat ``ask`` until its answer is not None, which means that the store is unreachable; return the answer."""
     waits = delays()
     while (answer := await ask()) is None:
         await asyncio.sleep(next(waits))
@@ -130,14 +131,14 @@ async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:
 
 
 def split(values: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the values of these sizes that lie back to back in a buffer."""
+    """Return the values of these sizes, which are stored back to back in a buffer."""
     return np.split(values, np.cumsum(sizes)[:-1])
 
 
 class Store(ABC):
-    """Immutable values by key, each of at least a byte; those of a call lie back to back in a buffer of that size.
+    """Immutable values by key, each of at least one byte; the values of a call are back to back in a buffer.
 
-    most_keys, most_bytes: of one call; a single larger value goes alone.
+    most_keys, most_bytes: limits of one call; a single larger value is sent alone.
     """
 
     most_keys: int = 512
@@ -145,7 +146,7 @@ class Store(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Wait until the store can be used, and remove what the unit's predecessors have left there."""
+        """Wait until the store can be used, and remove the values that earlier incarnations of the unit left there."""
 
     @abstractmethod
     async def write(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
@@ -153,15 +154,15 @@ class Store(ABC):
 
     @abstractmethod
     async def read(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
-        """Read values of these sizes, no key twice, into a buffer. The caller checks that they are what was stored."""
+        """Read values of these sizes, no key twice, into a buffer. The caller checks their contents."""
 
     @abstractmethod
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
-        """Return those of ``others`` that are gone, or lie with one of ``unmoved``, which could not be moved."""
+        """Return those of ``others`` that are lost, or stored with one of ``unmoved``, whose transfer failed."""
 
     @abstractmethod
     async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
-        """Remove values; one that is not there is done."""
+        """Remove values; a missing value counts as removed."""
 
     @abstractmethod
     async def close(self) -> None:

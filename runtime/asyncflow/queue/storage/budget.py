@@ -1,11 +1,11 @@
-"""The byte budget of a unit: a put that does not fit waits in line.
+"""The byte budget of a unit: a put that does not fit waits in a queue.
 
-A put may bring a *promise*: bytes that will be written to its rows later. It is let in only where they fit too, so that
-a write which was promised needs nothing but what is kept for it, and passes everything else.
+A put may bring a *promise*: a number of bytes that will be written to its rows later. It is accepted only if they fit,
+too. A promised write then uses only the bytes reserved for it, and overtakes all waiting puts.
 
-Invariants: what is reserved never exceeds the limit, and together with what is promised exceeds it only by promised
-writes that are not yet decided about; so every promised write gets its bytes, however full the unit is; puts are let
-in in the order in which they came, so the largest gets through too; one that is cancelled leaves no trace.
+Invariants: the reserved bytes never exceed the limit; reserved and promised bytes together exceed it only by promised
+writes that are not yet decided. So every promised write gets its bytes, even on a full unit. Puts are accepted in the
+order in which they came, so a large one is not starved. A cancelled put leaves no trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncflow.errors import DeadlineExceeded, Refused
 
 
 class _Place(NamedTuple):
-    """A place in a line. turn: done when its bytes are reserved."""
+    """A place in a queue. turn: done when its bytes are reserved."""
 
     size: int
     promise: int
@@ -26,9 +26,9 @@ class _Place(NamedTuple):
 
 
 class ByteBudget:
-    """``limit`` bytes, of which ``used`` are reserved and ``promised`` kept for later writes.
+    """``limit`` bytes, of which ``used`` are reserved and ``promised`` are kept for later writes.
 
-    waits, waited_s: how many had to wait since the start, and for how long together.
+    waits, waited_s: number of calls that had to wait since the start, and their total wait in seconds.
     """
 
     def __init__(self, limit: int, *, where: str) -> None:
@@ -45,35 +45,35 @@ class ByteBudget:
         return len(self._drawing) + len(self._reserving)
 
     def fits(self, size: int) -> bool:
-        """Return whether a quarter of the limit is free beside ``size`` bytes, and nobody waits for any."""
+        """Return whether a quarter of the limit is free in addition to ``size`` bytes, and no call waits for bytes."""
         return not len(self) and self.used + self.promised + size <= 0.75 * self.limit
 
     async def reserve(self, size: int, *, promise: int = 0, timeout: float) -> None:
-        """Take ``size`` bytes and promise further ones, waiting for all of them if need be.
+        """Reserve ``size`` bytes and promise further ones, waiting until all of them are free.
 
-        Raises DeadlineExceeded when they did not come free in time, Refused where they never could.
+        Raises DeadlineExceeded if they do not become free in time, Refused if they exceed the limit.
         """
         await self._wait(self._reserving, size, promise, timeout)
 
     async def draw(self, size: int, *, timeout: float) -> None:
-        """Take ``size`` promised bytes, which stay promised until ``release``, ahead of all who reserve.
+        """Reserve ``size`` promised bytes, which stay promised until ``release``, before all waiting ``reserve`` calls.
 
-        Waits, and raises as ``reserve`` does, only while other writes to the same rows are not decided about.
+        Waits, and raises as ``reserve`` does, only while other writes to the same rows are not decided.
         """
         await self._wait(self._drawing, size, 0, timeout)
 
     def release(self, size: int, *, promise: int = 0) -> None:
-        """Release bytes, and promises that are kept or void; those who wait get them in turn."""
+        """Release bytes and fulfilled or void promises, which waiting calls get in their order."""
         self.used -= size
         self.promised -= promise
         self._advance()
 
     async def _wait(self, line: deque[_Place], size: int, promise: int, timeout: float) -> None:
         if size + promise > self.limit:
-            hint = "Put fewer rows at once, or give the unit more"
+            hint = "Put fewer rows at a time, or give the unit more bytes"
             raise Refused(f"{size + promise} bytes never fit into {self.limit}", where=self._where, hint=hint)
         now = asyncio.get_running_loop().time
-        place, began = _Place(size, promise, asyncio.get_running_loop().create_future()), now()
+        place, started = _Place(size, promise, asyncio.get_running_loop().create_future()), now()
         line.append(place)
         self._advance()
         if place.turn.done():
@@ -84,17 +84,17 @@ class ByteBudget:
             await asyncio.wait([place.turn], timeout=timeout)
             served = place.turn.done()
         finally:
-            self.waited_s += now() - began
+            self.waited_s += now() - started
             if not served:
                 self._leave(line, place)
         if not served:
             held = f"{self.used} of {self.limit} are held, {self.promised} promised"
             what = f"no room for {size + promise} bytes within {timeout:g} s: {held}"
-            hint = "Bytes come free when a checkpoint commits; see that the trainer goes on, or raise the limit"
+            hint = "Bytes become free when a checkpoint commits; check that the trainer progresses, or raise the limit"
             raise DeadlineExceeded(what, where=self._where, hint=hint)
 
     def _leave(self, line: deque[_Place], place: _Place) -> None:
-        """Wait no longer, and give back what was got meanwhile."""
+        """Stop waiting, and release what was reserved meanwhile."""
         if place.turn.done():
             self.release(place.size, promise=place.promise)
         else:

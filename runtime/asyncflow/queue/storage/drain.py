@@ -1,7 +1,7 @@
-"""Rows that move between units: whether they lie at this one, and the batches in which they leave it.
+"""Rows that move between units: whether rows are at this unit, and the batches in which they leave it.
 
-Invariants: nothing is written to the rows of a move while it is under way; a row that is here is not looked for
-elsewhere; the rows of a batch have the same columns in the same forms, and the same promises of room.
+Invariants: nothing is written to the rows of a move in progress. A row that is here is not looked for elsewhere. The
+rows of a batch have the same columns in the same forms, and the same promises of room.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from asyncflow.rpc.columns import weighed_batches
 
 
 class MovingRows:
-    """Rows of a unit that are moving to others.
+    """Rows of a unit that are moving to other units.
 
-    location: returns that of the unit's own rows; where: its name; draining: no new rows are taken; frozen: rows of the
-    move that is under way.
+    location: returns the location of the unit's own rows; where: the unit's name; draining: no new rows are accepted;
+    frozen: rows of the current move.
     """
 
     def __init__(self, holdings: Holdings, *, location: Callable[[], int], where: str) -> None:
@@ -29,15 +29,15 @@ class MovingRows:
         self._where = where
 
     def check(self, rows: Sequence[int], *, write: bool = False) -> None:
-        """Raise Elsewhere where some of ``rows`` lie on another unit, or are on their way to here, or from here."""
+        """Raise Elsewhere if some of ``rows`` are on another unit, or are moving to or from this one."""
         if away := self.away(rows, write=write):
-            hint = "The controller knows where they lie"
+            hint = "The controller knows their location"
             raise Elsewhere(f"{len(away)} of {len(rows)} rows do not lie here", where=self._where, hint=hint)
 
     def away(self, rows: Sequence[int], *, write: bool = False) -> list[int]:
-        """Return the rows that may be elsewhere and, for a write, those that move there.
+        """Return the rows that may be elsewhere and, for a write, those that are moving away.
 
-        One that was put here and never moved is here, or gone for good.
+        A row that was put here and never moved is here or permanently lost.
         """
         here, own = self._holdings.rows, self._location()
         return [
@@ -47,19 +47,19 @@ class MovingRows:
         ]
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:
-        """Return the first rows that are here, no more than said unless that is none, and their bytes."""
+        """Return the first rows that are here, within both limits but at least one, and their bytes."""
         rows = next(weighed_batches(self._holdings.rows, self._size, heaviest=most_bytes, most=most), [])
         return rows, sum(map(self._size, rows))
 
     def batches(self, rows: Iterable[int], *, most_bytes: int) -> list[list[int]]:
-        """Return those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
-        alike: dict[object, list[int]] = {}
+        """Return those of ``rows`` that are here, in batches of at most ``most_bytes`` bytes, or of one row."""
+        by_form: dict[object, list[int]] = {}
         for number in rows:
             if (row := self._holdings.rows.get(number)) is not None:
                 forms = [(name, row.has(name), part.blob.cells.dtypes[name]) for name, part in row.cells.items()]
-                alike.setdefault((frozenset(forms), frozenset(row.outputs.items())), []).append(number)
+                by_form.setdefault((frozenset(forms), frozenset(row.outputs.items())), []).append(number)
         return [
-            batch for numbers in alike.values() for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
+            batch for numbers in by_form.values() for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
         ]
 
     def _size(self, row: int) -> int:

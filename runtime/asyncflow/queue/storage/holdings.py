@@ -2,12 +2,12 @@
 
 The cells of one put are a *blob* in the back end. A put is stored first, then reported, then decided. Until then its
 cells are neither old nor new: a fetch of them waits for the decision. A row is created together with a promise of room
-for its outputs, so that a full unit has it. A cell is *unfinished* if it was written while its row was given back.
+for its outputs, so that a full unit accepts them. A cell is *unfinished* if it was written without completing its row.
 
-Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
-row, what its creator named and nobody has written yet; a row has one cell a column, and an unfinished one never
-replaces a finished one; what was refused leaves nothing behind; a fetch of more than goes in one message, or of what is
-not there, is refused before a byte is read.
+Invariants: every byte is in the budget from before it is stored until after it is freed. The budget promises, for each
+row, the outputs that its creator named and that are not yet written. A row has one cell per column, and an unfinished
+cell never replaces a finished one. A refused put leaves nothing behind. A fetch that exceeds one message, or of a
+missing row or column, is refused before a byte is read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Tags: TypeAlias = dict[str, Tag]
 class Blob:
     """The columns that one put brought to the back end.
 
-    number: there; sizes: bytes of each row by column; partial: the columns that are unfinished; lease: that wrote it;
-    controller: number of the one that decides; outputs: most bytes of each column that its rows, if new, get later.
+    number: its number there; sizes: bytes of each row by column; partial: the unfinished columns; lease: lease of the
+    writer; controller: number of the deciding controller; outputs: most bytes of each column that new rows get later.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Blob:
 
 @dataclass(slots=True, eq=False)
 class BlobRow:
-    """The cells of one row that came with a blob. index: of the row there, from 0."""
+    """The cells of one row that came with a blob. index: index of the row there, from 0."""
 
     blob: Blob
     index: int
 
     @property
     def place(self) -> Place:
-        """Where it lies in the back end."""
+        """Its place in the back end."""
         return Place(self.blob.number, self.index)
 
     def size(self, columns: Iterable[str]) -> int:
@@ -81,8 +81,8 @@ Parts: TypeAlias = Iterable[tuple[BlobRow, Iterable[str]]]
 class HeldRow:
     """One row.
 
-    cells: the part in which it has each column; outputs: most bytes of each column that is written later; tokens, tags:
-    as its creator and its writers said.
+    cells: the blob row with each column; outputs: most bytes of each column that is written later; tokens, tags: values
+    of its creator and its writers.
     """
 
     cells: dict[str, BlobRow]
@@ -91,13 +91,13 @@ class HeldRow:
     tags: Tags
 
     def has(self, column: str) -> bool:
-        """Return whether the row has a cell that is not unfinished."""
+        """Return whether the row has a finished cell of the column."""
         part = self.cells.get(column)
         return part is not None and column not in part.blob.partial
 
     @property
     def promise(self) -> int:
-        """Bytes that are kept for what is written later."""
+        """Bytes that are reserved for later writes."""
         return sum([size for name, size in self.outputs.items() if not self.has(name)])
 
     @property
@@ -107,18 +107,18 @@ class HeldRow:
 
     @property
     def parts(self) -> Parts:
-        """All parts, each with its columns."""
+        """All blob rows of its cells, each with its columns."""
         found: dict[BlobRow, list[str]] = {}
         for name, part in self.cells.items():
             found.setdefault(part, []).append(name)
         return found.items()
 
     def was_written(self, blob: Blob) -> bool:
-        """Return whether the writer of ``blob`` has written one of its columns before."""
+        """Return whether the lease of ``blob`` has already written one of its columns."""
         return any(self.has(name) and self.cells[name].blob.lease == blob.lease for name in blob.sizes)
 
     def write(self, part: BlobRow) -> Parts:
-        """Take the cells of a part; return the columns, of it or of older parts, that are not needed."""
+        """Add the cells of a blob row; return the columns, of it or of older blob rows, that are not needed."""
         for name in part.blob.sizes:
             if name in part.blob.partial and self.has(name):
                 yield part, [name]
@@ -129,7 +129,7 @@ class HeldRow:
                 self.cells[name] = part
 
     def described(self, number: int) -> Held:
-        """Return what the controller is told of the row."""
+        """Describe the row for the controller."""
         whole = {name: part.size((name,)) for name, part in self.cells.items() if self.has(name)}
         partial = {name: part.size((name,)) for name, part in self.cells.items() if not self.has(name)}
         return Held(row=number, columns=whole, partial=partial, tokens=self.tokens, tags=self.tags)
@@ -137,7 +137,7 @@ class HeldRow:
 
 @dataclass(slots=True, eq=False)
 class PendingPut:
-    """A blob that is stored and not yet decided about. result: the future of what the controller decides."""
+    """A blob that is stored and not yet decided about. result: future of the controller's decision."""
 
     entry: Entry
     blob: Blob
@@ -149,9 +149,9 @@ class PendingPut:
         return self.entry.rows
 
     async def decided(self) -> EntryResult:
-        """Return the decision, which says of each row whether it was admitted. Raises the error that it names.
+        """Return the decision, which contains for each row whether it was admitted. Raises an error that it contains.
 
-        A caller that is cancelled does not cancel the decision: others wait for it too.
+        A cancelled caller does not cancel the decision, because other callers wait for it too.
         """
         decision = await asyncio.shield(self.result)
         if decision.error is not None:
@@ -159,7 +159,7 @@ class PendingPut:
         return EntryResult(decision.each(len(self.rows)), rows=decision.rows)
 
     def may_change(self, rows: frozenset[int] | None, columns: Iterable[str] | None) -> bool:
-        """Return whether one of these cells may change by it. None: all rows, or all columns."""
+        """Return whether this put may change one of these cells. None: all rows, or all columns."""
         if rows is not None and rows.isdisjoint(self.rows):
             return False
         return columns is None or not self.blob.sizes.keys().isdisjoint(columns)
@@ -168,7 +168,7 @@ class PendingPut:
 class Holdings:
     """The rows of a unit, by number.
 
-    lost: called with those whose cells the store lost; most: bytes of a fetch.
+    lost: called with rows whose cells the store lost; most: limit of bytes of a fetch.
     """
 
     def __init__(
@@ -204,14 +204,14 @@ class Holdings:
         outputs: Mapping[str, int] | None = None,
         timeout: float,
     ) -> Blob:
-        """Store ``columns`` of so many ``new`` rows, or of ``rows`` that are here, when there is room.
+        """Store ``columns`` of ``new`` rows, or of existing ``rows``, when there is room.
 
-        What was promised to rows needs no turn. lease: that of whoever writes to rows; partial: columns that are
-        unfinished; outputs: most bytes of each column that a new row gets later, for which there must be room, too.
+        Promised cells do not wait for room. lease: lease of the writer; partial: unfinished columns; outputs: most
+        bytes of each column that a new row gets later, for which there must be room, too.
         """
         blob = Blob(next(self._numbers), columns, lease=lease, partial=partial, outputs=outputs)
-        later = [size for name, size in blob.outputs.items() if name not in blob.sizes or name in blob.partial]
-        promise = new * sum(later)
+        outputs_later = [size for name, size in blob.outputs.items() if name not in blob.sizes or name in blob.partial]
+        promise = new * sum(outputs_later)
         if not new and not partial and self._is_promised(rows, blob):
             await self.budget.draw(blob.size, timeout=timeout)
         else:
@@ -225,7 +225,7 @@ class Holdings:
         return blob
 
     def _is_promised(self, rows: Sequence[int], blob: Blob) -> bool:
-        """Return whether each of these cells was promised to its row and is not there yet."""
+        """Return whether each of these cells was promised to its row and is not written yet."""
         return all(
             (row := self.rows.get(number)) is not None
             and all(
@@ -235,17 +235,17 @@ class Holdings:
         )
 
     def discard(self, blob: Blob, rows: int) -> None:
-        """Free what was stored and is not proposed."""
+        """Free a stored blob that is not proposed."""
         self._free([(BlobRow(blob, index), blob.sizes) for index in range(rows)])
 
     def propose(self, entry: Entry, blob: Blob) -> PendingPut:
-        """Keep what was stored until the controller has decided about ``entry``."""
+        """Keep a stored blob until the controller has decided about ``entry``."""
         put = PendingPut(entry, blob, asyncio.get_running_loop().create_future())
         self.puts[put] = None
         return put
 
     def decide(self, put: PendingPut, result: EntryResult) -> None:
-        """Hold those rows of ``put`` that were admitted, and free the others; set the future ``put.result``."""
+        """Hold the admitted rows of ``put``, and free the others; set the result of ``put.result``."""
         put.result.set_result(result)
         ok = result.each(len(put.rows))
         if isinstance(put.entry, NewCells):
@@ -258,27 +258,27 @@ class Holdings:
         """Hold new rows."""
         entry, blob, refused = put.entry, put.blob, list[HeldRow]()
         if isinstance(entry, MovedRows):
-            tokens, there = entry.tokens, self._sent_after(put) | self.rows.keys()
+            tokens, existing = entry.tokens, self._sent_after(put) | self.rows.keys()
         else:
-            tokens, there = entry.samples.tokens if isinstance(entry, NewRows) and entry.samples else [], set()
+            tokens, existing = entry.samples.tokens if isinstance(entry, NewRows) and entry.samples else [], set()
         for index, number in enumerate(put.rows):
             cells = dict.fromkeys(blob.sizes, BlobRow(blob, index))
             tags = entry.tags[index] if entry.tags else {}
             row = HeldRow(cells, blob.outputs, tokens[index] if tokens else 0, tags)
-            if ok[index] and number not in there:
+            if ok[index] and number not in existing:
                 self.rows[number] = row
             else:
                 refused.append(row)
         self._drop(refused)
 
     def _sent_after(self, put: PendingPut) -> set[int]:
-        """Return the rows that were sent here once more after ``put``, which then is not what the controller meant."""
-        later = itertools.islice(itertools.dropwhile(lambda other: other is not put, self.puts), 1, None)
-        return {row for other in later if isinstance(other.entry, MovedRows) for row in other.rows}
+        """Return rows that were sent here again after ``put``, which is then not what the controller admitted."""
+        newer = itertools.islice(itertools.dropwhile(lambda other: other is not put, self.puts), 1, None)
+        return {row for other in newer if isinstance(other.entry, MovedRows) for row in other.rows}
 
     def _write(self, entry: NewCells, blob: Blob, ok: Sequence[bool]) -> None:
-        """Write to rows; free what was replaced, or came for a row that is gone or has this put already."""
-        freed, kept = list[tuple[BlobRow, Iterable[str]]](), 0
+        """Write to rows; free replaced cells, and cells of rows that have ended or already contain this put."""
+        freed, fulfilled = list[tuple[BlobRow, Iterable[str]]](), 0
         for index, number in enumerate(entry.rows):
             part, row = BlobRow(blob, index), self.rows.get(number)
             if row is None or not ok[index] or row.was_written(blob):
@@ -286,15 +286,16 @@ class Holdings:
                 continue
             promise = row.promise
             freed += row.write(part)
-            kept += promise - row.promise
+            fulfilled += promise - row.promise
             if entry.tags and entry.outcome == "complete":
                 row.tags = row.tags | entry.tags[index]
-        self._free(freed, promise=kept)
+        self._free(freed, promise=fulfilled)
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return ``columns`` of ``rows``, in that order.
 
-        Raises ProtocolError for no row or one twice, StaleHandle for what is not there, Refused for too much at once.
+        Raises ProtocolError for no or repeated rows, StaleHandle for missing rows or columns, Refused for too many
+        bytes.
         """
         if not rows or len(set(rows)) < len(rows):
             what = f"a fetch names {len(rows)} rows, of which {len(set(rows))} differ"
@@ -304,13 +305,13 @@ class Holdings:
         found = self._find(rows, columns).items()
         gets = [self._backend.get([part.place for part in parts], names) for parts, names in found]
         try:
-            got = await asyncio.gather(*gets)  # at once: while one waits, cells of another may be freed
-        except BytesLost as gone:
-            raise self._lose(gone) from gone
-        return {name: next(part[name] for part in got if name in part) for name in columns}
+            results = await asyncio.gather(*gets)  # concurrently, since cells of one may be freed while another waits
+        except BytesLost as error:
+            raise self._lose(error) from error
+        return {name: next(part[name] for part in results if name in part) for name in columns}
 
     def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[BlobRow, ...], list[str]]:
-        """Return the columns of ``rows`` by the parts in which they have them."""
+        """Return the columns of ``rows``, by the blob rows that contain them."""
         found: dict[tuple[BlobRow, ...], list[str]] = {}
         for number in rows:
             if number not in self.rows:
@@ -325,22 +326,22 @@ class Holdings:
         size = sum([part.size(names) for parts, names in found.items() for part in parts])
         if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
-            raise Refused(f"{size} bytes were asked for, of {len(rows)} rows", where=self._where, hint=hint)
+            raise Refused(f"{size} bytes were requested, of {len(rows)} rows", where=self._where, hint=hint)
         return found
 
     async def decided(self, rows: Iterable[int] | None = None, columns: Iterable[str] | None = None) -> None:
-        """Wait until the controller has decided about all puts that may change these cells; None: all rows, columns."""
-        asked = frozenset(rows) if rows is not None else None
-        while pending := [put.result for put in self.puts if put.may_change(asked, columns)]:
+        """Wait until the controller has decided about all puts that may change these cells. None: all of them."""
+        requested = frozenset(rows) if rows is not None else None
+        while pending := [put.result for put in self.puts if put.may_change(requested, columns)]:
             await asyncio.wait([pending[-1]])
 
-    def _lose(self, gone: BytesLost) -> StaleHandle:
-        """Report rows whose cells the store has lost; return the error for the caller that asked for them."""
-        there = frozenset(gone.places)
+    def _lose(self, error: BytesLost) -> StaleHandle:
+        """Report rows whose cells the store has lost; return the error for the caller that requested them."""
+        places = frozenset(error.places)
         lost = [
             number
             for number, row in self.rows.items()
-            if not there.isdisjoint(part.place for part in row.cells.values())
+            if not places.isdisjoint(part.place for part in row.cells.values())
         ]
         self.clear(lost)
         self._lost(lost)
@@ -351,22 +352,22 @@ class Holdings:
         return [row.described(number) for number in rows if (row := self.rows.get(number)) is not None]
 
     def clear(self, rows: Iterable[int]) -> None:
-        """Free rows; those that are not here are passed over."""
+        """Free rows; rows that are not here are ignored."""
         self._drop([self.rows.pop(number) for number in list(rows) if number in self.rows])
 
     def wipe(self) -> None:
-        """Free everything: writers are fenced, creators may try again elsewhere."""
+        """Free everything: writers are fenced, and creators may try again elsewhere."""
         self.clear(self.rows)
         for put in list(self.puts):
-            again = PeerLost("the unit was given up and began anew", where=self._where)
+            again = PeerLost("the unit was given up and has restarted", where=self._where)
             self.decide(put, EntryResult([], None if isinstance(put.entry, NewCells) else again.to_wire()))
 
     def _drop(self, rows: Iterable[HeldRow]) -> None:
-        """Free all that rows have, and were promised."""
+        """Free all cells and promises of rows."""
         self._free([part for row in rows for part in row.parts], promise=sum([row.promise for row in rows]))
 
     def _free(self, parts: Parts, *, promise: int = 0) -> None:
-        """Release promises now, and bytes when the store has let go of them."""
+        """Release promises now, and bytes after the store has freed them."""
         self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
         size = 0
@@ -375,11 +376,11 @@ class Holdings:
                 by_columns.setdefault(tuple(columns), []).append(part.place)
                 size += part.size(columns)
         if by_columns:
-            freeing = asyncio.create_task(self._let_go(by_columns, size), name="free")
+            freeing = asyncio.create_task(self._free_cells(by_columns, size), name="free")
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
 
-    async def _let_go(self, by_columns: Mapping[tuple[str, ...], Sequence[Place]], size: int) -> None:
+    async def _free_cells(self, by_columns: Mapping[tuple[str, ...], Sequence[Place]], size: int) -> None:
         try:
             for columns, places in by_columns.items():
                 await self._backend.free(places, columns)

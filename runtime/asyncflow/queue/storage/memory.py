@@ -1,7 +1,7 @@
-"""Cells in the unit's own memory, where they arrived.
+"""Cells in the unit's own memory, in the buffers in which they arrived.
 
-Invariant: a column of a blob of which less than half lives is copied to where it needs no more, so the memory is
-never more than twice that of the cells; otherwise nothing is copied that lies in one piece.
+Invariant: if less than half of a blob's column is live, the live cells are copied to a buffer of their size, so the
+memory is never more than twice that of the cells. Apart from that, contiguous cells are never copied.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from asyncflow.queue.storage.backend import Backend, Place
 from asyncflow.rpc.columns import Jagged
 
 _OFFSET = 8
-"""Bytes that a row needs besides its values."""
+"""Bytes that a row needs in addition to its values."""
 
 
 class _Cells:
-    """One column of a blob. kept: the indices that its rows had in the blob, None for all; alive: which still live."""
+    """One column of a blob. kept: the remaining rows' indices in the blob, None for all; alive: which rows are live."""
 
     __slots__ = ("_alive", "_bytes", "_kept", "_rows", "column")
 
@@ -31,12 +31,12 @@ class _Cells:
         self._bytes = column.values.nbytes
 
     def run(self, first: int, rows: int) -> tuple[Jagged, int, int]:
-        """Return the column, and where in it the rows from index ``first`` of the blob lie."""
+        """Return the column, and the bounds in it of the rows from index ``first`` of the blob."""
         start = first if self._kept is None else int(np.searchsorted(self._kept, first))
         return self.column, start, start + rows
 
     def free(self, first: int, rows: int) -> bool:
-        """Forget rows, and return whether others are left."""
+        """Forget rows, and return whether any row is left."""
         self._rows -= rows
         if not self._rows:
             return False
@@ -46,25 +46,25 @@ class _Cells:
         self._alive[start:stop] = False
         self._bytes -= int(column.offsets[stop] - column.offsets[start]) * column.values.itemsize
         if 2 * (self._bytes + _OFFSET * self._rows) < column.nbytes:
-            left = np.flatnonzero(self._alive)
-            self.column = column.take(left)
-            self._kept = left if self._kept is None else self._kept[left]
+            remaining = np.flatnonzero(self._alive)
+            self.column = column.take(remaining)
+            self._kept = remaining if self._kept is None else self._kept[remaining]
             self._alive = None
         return True
 
 
 class MemoryBackend(Backend):
-    """Blobs in a dict."""
+    """Blobs in a dictionary."""
 
     def __init__(self) -> None:
         self._blobs: dict[int, dict[str, _Cells]] = {}
 
     async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
-        """Keep the columns themselves."""
+        """Keep the columns without copying them."""
         self._blobs[blob] = {name: _Cells(column) for name, column in columns.items()}
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Return rows that lie one after another as they lie, others as a copy."""
+        """Return contiguous rows without copying, other rows as a copy."""
         runs = _runs(places)
         return {
             name: Jagged.gather([self._blobs[blob][name].run(first, rows) for blob, first, rows in runs])
@@ -82,12 +82,12 @@ class MemoryBackend(Backend):
                 del self._blobs[number]
 
     async def close(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._blobs.clear()
 
 
 def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
-    """Return the blob, the first row and the number of rows of each run of rows that lie one after another."""
+    """Return the blob, the first row and the number of rows of each run of contiguous rows."""
     runs: list[tuple[int, int, int]] = []
     for place in places:
         blob, first, rows = runs[-1] if runs else (place.blob, place.row, 0)

@@ -1,13 +1,13 @@
 """Blobs in a key-value store: one key a sample, whose value holds the sample's columns of that blob back to back.
 
-The store knows keys and bytes and nothing else (``Store``); the unit keeps where each cell lies in a value, and the
-digest of the whole. A value is written once, under a key that was never used before; a write whose answer was lost is
-made again under another.
+The store knows only keys and bytes (``Store``); the unit keeps the position of each cell in a value, and the digest of
+the whole value. A value is written once, under a key that was never used before. A write whose answer was lost is
+repeated under another key.
 
-Invariants: bytes are given only out of a value that has the digest of what was stored; a value that the store has lost
-is ``BytesLost`` and never other bytes; no value is removed while it is read; what is freed, or was not put whole, is
-removed from the store however often that must be tried, and ``free`` returns when it is gone; a sample is rewritten
-before less than half of its value is needed; one without bytes is not stored at all.
+Invariants: bytes are returned only from a value that has the digest of the stored value. A value that the store has
+lost raises ``BytesLost`` and never yields other bytes. No value is removed while it is read. Freed values, and values
+of incomplete puts, are removed from the store, with as many attempts as needed, and ``free`` returns after the removal.
+A sample is rewritten before less than half of its value is needed. A sample without bytes is not stored at all.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from asyncflow.rpc.retry import delays
 log = logging.getLogger(__name__)
 
 TRIES = 4
-"""Reads of a value that could not be moved, after which it counts as lost."""
+"""Failed reads of a value after which it counts as lost."""
 PATIENCE_S = 20.0
-"""How long a read goes on asking a store that does not answer."""
+"""Time for which a read retries while the store does not answer."""
 _LEAVE_S = 5.0
 _FIRST_DELAY_S = 0.02
 
@@ -43,7 +43,7 @@ Sizes = npt.NDArray[np.int64]
 
 
 class Layout:
-    """The lengths of all cells of a blob. names: of its columns; sizes: bytes of the value of each row."""
+    """The lengths of all cells of a blob. names: names of its columns; sizes: bytes of the value of each row."""
 
     def __init__(self, columns: Mapping[str, Jagged]) -> None:
         self.names = tuple(columns)
@@ -53,14 +53,14 @@ class Layout:
         self.sizes: Sizes = self._ends[-1]
 
     def cell(self, column: str, row: int) -> slice:
-        """Return where a cell lies in the value of its row."""
+        """Return the position of a cell in the value of its row."""
         place = self.names.index(column)
         return slice(int(self._ends[place - 1, row]) if place else 0, int(self._ends[place, row]))
 
 
 @dataclass(slots=True)
 class Sample:
-    """A row of a blob: its key ("" where it has no bytes), the digest of its value, and columns that were freed."""
+    """A row of a blob. key: "" if it has no bytes; digest: of its value; freed: columns that were freed."""
 
     layout: Layout
     row: int
@@ -79,13 +79,13 @@ class Sample:
         return [name for name in self.layout.names if name not in self.freed]
 
     def needed(self, columns: Sequence[str]) -> int:
-        """Return the bytes of ``columns``."""
+        """Return the total bytes of ``columns``."""
         cells = [self.layout.cell(name, self.row) for name in columns]
         return sum(cell.stop - cell.start for cell in cells)
 
 
 class _Draft:
-    """A put under way. samples: those that are stored, by row; doubtful: keys under which something may be stored."""
+    """A put in progress. samples: the stored ones, by row; doubtful: keys under which something may be stored."""
 
     def __init__(self, columns: Mapping[str, Jagged]) -> None:
         self.columns = columns
@@ -96,7 +96,7 @@ class _Draft:
 
 
 class PackedBackend(Backend):
-    """Blobs in ``store``. prefix: of all keys, which no other living process uses; lasting: it outlives the queue."""
+    """Blobs in ``store``. prefix: of all keys, unique among living processes; lasting: the store outlives the queue."""
 
     def __init__(self, store: Store, *, prefix: str, lasting: bool = False) -> None:
         self._store = store
@@ -107,15 +107,15 @@ class PackedBackend(Backend):
         self._reading: Counter[str] = Counter()
         self._jobs: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
-        self._looking = asyncio.Lock()
+        self._lookup = asyncio.Lock()
 
     async def open(self) -> None:
-        """Wait until the store can be used; what is put before that waits."""
+        """Wait until the store can be used; earlier puts wait, too."""
         await self._store.open()
         self._opened.set()
 
     async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
-        """Store all rows, waiting for room and for the store; a put that is cancelled leaves nothing behind."""
+        """Store all rows, waiting for room and for the store; a cancelled put leaves nothing behind."""
         draft = _Draft(columns)
         await self._opened.wait()
         job = self._spawn(self._write(draft))
@@ -128,10 +128,10 @@ class PackedBackend(Backend):
         self._samples |= {Place(blob, row): sample for row, sample in draft.samples.items()}
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Return cells of rows, out of the values that hold them.
+        """Return cells of rows from the values that hold them.
 
-        Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
-        answer for ``PATIENCE_S``.
+        Raises BytesLost, which also names rows that were lost together with these rows, and PeerLost if the store did
+        not answer for ``PATIENCE_S``.
         """
         samples = [self._samples[place] for place in places]
         needed = [number for number, sample in enumerate(samples) if sample.needed(columns)]
@@ -142,25 +142,25 @@ class PackedBackend(Backend):
         finally:
             self._reading -= Counter(keys)
         if lost:
-            gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
-            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
+            lost_places = await self._lost_with({samples[number].key for number, moved in lost.items() if not moved})
+            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *lost_places])))
         return {name: _column(name, samples, values) for name in columns}
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
-        """Remove the values of which nothing is needed any more."""
-        gone = []
+        """Remove the values of which no column is needed."""
+        unneeded = []
         for place in places:
             sample = self._samples[place]
             sample.freed |= frozenset(columns)
             if not sample.columns:
                 del self._samples[place]
-                gone.append(sample.key)
+                unneeded.append(sample.key)
             elif 2 * sample.needed(sample.columns) < sample.size:
                 self._spawn(self._shrink(place, sample))
-        await asyncio.shield(self._spawn(self._remove(gone)))
+        await asyncio.shield(self._spawn(self._remove(unneeded)))
 
     async def close(self) -> None:
-        """Leave the store. What is in it goes with its holders, now if it outlives them, or when a successor begins."""
+        """Close the store. Values are removed now if it outlives the queue, otherwise by its holders or a successor."""
         for job in self._jobs:
             job.cancel()
         if self._jobs:
@@ -172,14 +172,14 @@ class PackedBackend(Backend):
         await self._store.close()
 
     async def _write(self, draft: _Draft) -> None:
-        """Store all rows of a draft, each of them as often as it takes, unless it is given up."""
+        """Store all rows of a draft, with as many attempts as needed, unless it is given up."""
         sizes = draft.layout.sizes
         left = np.flatnonzero(sizes).tolist()
         waits = delays(first=_FIRST_DELAY_S)
         while left and not draft.given_up:
             parts = (self._write_some(draft, rows) for rows in self._parts(left, sizes))
             for failed in filter(None, await asyncio.gather(*parts, return_exceptions=True)):
-                raise failed  # when all have ended, so that it is known what must be removed
+                raise failed  # after all parts have ended, so that it is known which values to remove
             left = [row for row in left if row not in draft.samples]
             doubtful, draft.doubtful = draft.doubtful, []
             await self._remove(doubtful)
@@ -203,7 +203,7 @@ class PackedBackend(Backend):
         await self._remove([*(sample.key for sample in draft.samples.values()), *draft.doubtful])
 
     async def _read(self, samples: Sequence[Sample], left: list[int]) -> tuple[dict[int, Array], dict[int, bool]]:
-        """Return the values of the samples with the numbers ``left``; of those lost, whether the store could say so."""
+        """Return the values of samples ``left``, and for each lost sample whether the store reported the loss."""
         now = asyncio.get_running_loop().time
         deadline = now() + PATIENCE_S
         waits, tries = delays(first=_FIRST_DELAY_S), Counter[int]()
@@ -235,22 +235,22 @@ class PackedBackend(Backend):
                     left.append(number)
             if left:
                 if now() >= deadline:
-                    hint = "It may come back; the rows are not given up"
+                    hint = "It may recover; the rows are not given up"
                     raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
                 await asyncio.sleep(next(waits))
         return values, lost
 
-    async def _gone_with(self, unmoved: set[str]) -> list[Place]:
-        """Return the places of all samples that were lost together with some that are."""
-        async with self._looking:
+    async def _lost_with(self, unmoved: set[str]) -> list[Place]:
+        """Return the places of all samples that were lost together with the ``unmoved`` ones."""
+        async with self._lookup:
             place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
             others = [key for key in place_of if key not in unmoved]
-            gone = await self._store.gone(sorted(unmoved), others)
-        log.warning("with %d values that cannot be read, %d others are gone", len(unmoved), len(gone))
-        return [place_of[key] for key in gone if place_of[key] in self._samples]
+            lost = await self._store.gone(sorted(unmoved), others)
+        log.warning("%d values cannot be read, and %d other values are lost with them", len(unmoved), len(lost))
+        return [place_of[key] for key in lost if place_of[key] in self._samples]
 
     async def _remove(self, keys: Sequence[str]) -> None:
-        """Remove values that nobody reads, as often as it takes."""
+        """Remove values that are not being read, with as many attempts as needed."""
         left = [key for key in keys if key]
         waits = delays(first=_FIRST_DELAY_S)
         while left:
@@ -262,7 +262,7 @@ class PackedBackend(Backend):
                 await asyncio.sleep(next(waits))
 
     async def _shrink(self, place: Place, sample: Sample) -> None:
-        """Store what is needed of a sample as a value of its own, in the place of the old one."""
+        """Replace the value of a sample by a value of its needed columns."""
         names = sample.columns
         if not names or self._samples.get(place) is not sample:
             return
@@ -301,7 +301,7 @@ def _pack(columns: Mapping[str, Jagged], rows: Sequence[int], sizes: Sequence[in
 
 
 def _column(name: str, samples: Sequence[Sample], values: Mapping[int, Array]) -> Jagged:
-    """Return the cells of samples, out of the values of those that have bytes. Raises ValueError where forms differ."""
+    """Return the cells of samples from ``values``, which lack empty samples. Raises ValueError if forms differ."""
     forms = {sample.layout.forms[name] for sample in samples}
     if len(forms) > 1:
         raise ValueError(f"rows of several forms cannot be one column {name!r}")

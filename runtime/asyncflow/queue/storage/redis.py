@@ -1,9 +1,8 @@
-"""Cells in a Redis server: the unit's holder, or one that others run.
+"""Cells in a Redis server: the unit's holder, or a server that others operate.
 
-Invariants: the keys of a unit begin with its owner, index and incarnation, and a unit first removes what earlier
-incarnations of it have left; it uses no server that might forget a value by itself (``maxmemory`` without
-``noeviction``) or that lets in who does not know the job's password, where there is one and the server is the job's
-own.
+Invariants: the keys of a unit begin with its owner, index and incarnation, and a unit first removes the values of its
+earlier incarnations. It uses no server that might drop a value by itself (``maxmemory`` without ``noeviction``). A
+server of the job itself only accepts clients with the job's password, if there is one.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ class RedisBackend(PackedBackend):
 
     @classmethod
     def check(cls, *, servers: bool) -> None:
-        """Raise ManifestError where the client is not installed, or the server where it runs here too."""
+        """Raise ManifestError if the client library, or with ``servers`` the server, is not installed."""
         if servers:
             find_program("redis-server")
         _library()
 
     @classmethod
     def made(cls, site: Site) -> Self:
-        """Make one that finds the server by the role ``holder``, at the unit's index."""
+        """Return a back end that finds its server by the role ``holder``, at the unit's index."""
         find = functools.partial(site.find, "holder", site.unit)
         store = RedisStore(find, unit=site.unit_prefix, password=site.password)
         return cls(store, prefix=site.prefix, lasting=site.lasting)
 
 
 class RedisStore(Store):
-    """A client of the server that ``find`` gives, as an address; it may be another one after a restart.
+    """A client of the server whose address ``find`` returns; the address may change after a restart.
 
-    unit: how all keys of this unit begin, whatever its incarnation.
+    unit: the prefix of all keys of this unit, whatever its incarnation.
     """
 
     def __init__(self, find: Callable[[], str | None], *, unit: str, password: str = "") -> None:
@@ -62,18 +61,18 @@ class RedisStore(Store):
         self._client: Any = None
 
     async def open(self) -> None:
-        """Wait for the server, see that it keeps what it is given, and remove what earlier incarnations left."""
-        config = await answer_of(lambda: self._ask(lambda client: client.config_get("maxmemory*")))
+        """Wait for the server, check its memory policy, and remove the values of earlier incarnations."""
+        config = await answer_of(lambda: self._call(lambda client: client.config_get("maxmemory*")))
         limit, policy = int(config.get("maxmemory", 0)), config.get("maxmemory-policy")
         if not limit or policy != "noeviction":
             hint = "Set maxmemory, and maxmemory-policy noeviction"
             raise ManifestError(f"Redis has maxmemory {limit} and policy {policy}", where=_WHERE, hint=hint)
-        await answer_of(lambda: self._ask(self._sweep))
+        await answer_of(lambda: self._call(self._sweep))
 
     async def write(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
-        """SET each."""
+        """SET each value."""
         commands = [("SET", key, value.data) for key, value in zip(keys, split(values, sizes), strict=True)]
-        answers = await self._each(commands)
+        answers = await self._call_each(commands)
         full = self._redis.exceptions.OutOfMemoryError
         return [
             Outcome.DONE if answer is True else Outcome.FULL if isinstance(answer, full) else Outcome.FAILED
@@ -81,8 +80,8 @@ class RedisStore(Store):
         ] or [Outcome.AWAY] * len(keys)
 
     async def read(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
-        """MGET all."""
-        found = await self._ask(lambda client: client.mget(keys))
+        """MGET all values."""
+        found = await self._call(lambda client: client.mget(keys))
         if found is None:
             return [Outcome.AWAY] * len(keys)
         outcomes = [Outcome.LOST] * len(keys)
@@ -93,16 +92,16 @@ class RedisStore(Store):
         return outcomes
 
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
-        """Ask which exist; a server that began anew has none of them."""
+        """Query which keys exist; a restarted server has none of them."""
         missing: list[str] = []
         for part in batches(others, self.most_keys):
-            found = await self._each([("EXISTS", key) for key in part])
-            missing += [key for key, there in zip(part, found, strict=False) if not there]
+            found = await self._call_each([("EXISTS", key) for key in part])
+            missing += [key for key, exists in zip(part, found, strict=False) if not exists]
         return missing
 
     async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
-        """UNLINK all."""
-        removed = await self._ask(lambda client: client.unlink(*keys))
+        """UNLINK all values."""
+        removed = await self._call(lambda client: client.unlink(*keys))
         return [Outcome.AWAY if removed is None else Outcome.DONE] * len(keys)
 
     async def close(self) -> None:
@@ -112,13 +111,13 @@ class RedisStore(Store):
             self._client = None
 
     async def _sweep(self, client: Any) -> int:
-        left = [key async for key in client.scan_iter(match=f"{self._unit}*", count=self.most_keys)]
-        for part in batches(left, self.most_keys):
+        stale = [key async for key in client.scan_iter(match=f"{self._unit}*", count=self.most_keys)]
+        for part in batches(stale, self.most_keys):
             await client.unlink(*part)
-        return len(left)
+        return len(stale)
 
-    async def _each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the server's answer to each command, which may be an exception; none where it does not answer."""
+    async def _call_each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the server's answer to each command, which may be an exception; nothing if it does not answer."""
 
         async def send(client: Any) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
@@ -126,18 +125,18 @@ class RedisStore(Store):
                 pipeline.execute_command(*command)
             return list(await pipeline.execute(raise_on_error=False))
 
-        return await self._ask(send) or []
+        return await self._call(send) or []
 
-    async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
-        """Return what the server answers; None where it does not. Raises ManifestError where it refuses us."""
+    async def _call(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
+        """Return the server's answer, None if it does not answer. Raises ManifestError if it refuses this client."""
         errors = self._redis.exceptions
         try:
             client = await self._connected()
             return None if client is None else await call(client)
         except (errors.AuthenticationError, errors.NoPermissionError) as refused:
             raise ManifestError(f"Redis refuses this job: {refused}", where=_WHERE) from refused
-        except (errors.RedisError, OSError) as away:
-            log.info("Redis is away: %s", away)
+        except (errors.RedisError, OSError) as error:
+            log.info("Redis is unreachable: %s", error)
             return None
 
     async def _connected(self) -> Any:

@@ -1,7 +1,7 @@
-"""Mooncake's master and a Redis server, started so that they keep what they are given until it is removed, or say no.
+"""Mooncake's master and a Redis server, started so that they keep each value until it is removed, or refuse it.
 
-Invariants: nothing is evicted and nothing is written to disk; they listen on the one host that is named; a password is
-given where nobody else can read it.
+Invariants: nothing is evicted, and nothing is written to disk. The servers listen only on the given host. A password is
+passed where no other user can read it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncflow.errors import DeadlineExceeded, ManifestError, RoleFailed
 from asyncflow.process import PARENT
 
 LEASE_MS = 2000
-"""For so long a value that was read cannot be removed from Mooncake: this is how late freed bytes may come back."""
+"""Milliseconds for which a value that was read cannot be removed from Mooncake, so freed bytes may return this late."""
 
 READY_S = 30.0
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
 _END_S = 2.0
 _STDERR = 2
 _HINTS = {
@@ -33,16 +33,16 @@ _HINTS = {
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program, of this Python's environment or of the system. Raises ManifestError."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """Return the path of a program of this Python's environment or of the system. Raises ManifestError."""
+    local = Path(sys.executable).with_name(name)
+    found = str(local) if local.exists() else shutil.which(name)
     if found is None:
         raise ManifestError(f"there is no program {name!r}", where="spec.transferQueue.backend", hint=_HINTS[name])
     return found
 
 
 def free_port(host: str) -> int:
-    """Return a port that was free on ``host`` a moment ago."""
+    """Return a port that is currently free on ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -59,9 +59,9 @@ class Server:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, host: str, port: int, config: bytes = b"") -> Server:
-        """Start ``command``, which writes its log to this process's stderr, and wait until it takes connections.
+        """Start ``command``, which logs to this process's stderr, and wait until it accepts connections.
 
-        config: its standard input. Raises RoleFailed where it ends, DeadlineExceeded where it does not get ready.
+        config: its standard input. Raises RoleFailed if it ends, DeadlineExceeded if it does not become ready.
         """
         bound, env = (sys.executable, "-m", "asyncflow.process", *command), {**os.environ, PARENT: str(os.getpid())}
         process = await asyncio.create_subprocess_exec(*bound, stdin=PIPE, stdout=_STDERR, env=env)
@@ -76,11 +76,11 @@ class Server:
                         _, writer = await asyncio.open_connection(host, port)
                         writer.close()
                         return server
-                    await asyncio.sleep(_AGAIN_S)
+                    await asyncio.sleep(_RETRY_S)
             await server.ended()
         except TimeoutError:
             await server.stop()
-            what = f"it took no connection at {host}:{port} for {READY_S:g} s"
+            what = f"it accepted no connection at {host}:{port} for {READY_S:g} s"
             raise DeadlineExceeded(what, where=server._name) from None
         except BaseException:
             await server.stop()
@@ -88,9 +88,9 @@ class Server:
         return server
 
     async def ended(self) -> None:
-        """Wait until the server ends by itself, which it should not: raises RoleFailed then."""
+        """Wait until the server ends on its own, which is an error: raises RoleFailed."""
         status = await self._process.wait()
-        raise RoleFailed(f"it ended with status {status}", where=self._name, hint="Its last words are in the log")
+        raise RoleFailed(f"it ended with status {status}", where=self._name, hint="Its last messages are in the log")
 
     async def stop(self) -> None:
         """End the server."""
@@ -105,7 +105,7 @@ class Server:
 
 
 async def start_mooncake_master(host: str) -> Server:
-    """Start ``mooncake_master``. Raises ManifestError where it is not installed, RoleFailed where it ends at once."""
+    """Start ``mooncake_master``. Raises ManifestError if it is not installed, RoleFailed if it ends at startup."""
     program = find_program("mooncake_master")
     port = free_port(host)
     options = {
@@ -125,9 +125,9 @@ async def start_mooncake_master(host: str) -> Server:
 
 
 async def start_redis(host: str, *, memory: int, password: str) -> Server:
-    """Start ``redis-server`` with so many bytes, for all whose ``password`` is this one; "" lets everybody in.
+    """Start ``redis-server`` with ``memory`` bytes. Clients need the ``password``, unless it is "".
 
-    Raises ManifestError where it is not installed, RoleFailed where it ends at once.
+    Raises ManifestError if it is not installed, RoleFailed if it ends at startup.
     """
     program = find_program("redis-server")
     port = free_port(host)

@@ -1,8 +1,7 @@
 """A storage unit's process: the cells themselves, behind four calls (put, write, fetch, take).
 
-A put is answered when the controller has admitted it. A put that finds no room waits in line, but for outputs that were
-promised to rows when they were created; one whose caller has gone away meanwhile is still decided, so nothing is left
-in between.
+A put is answered when the controller has admitted it. A put without room waits in a queue, except for outputs that were
+promised to rows when they were created. A put whose caller has disconnected is still decided, so it is never half done.
 
 Invariant: a unit never holds more than ``limit_bytes`` of cells, whatever the controller does.
 """
@@ -42,13 +41,13 @@ from asyncflow.rpc.tls import Credentials
 
 Frames = Sequence[memoryview]
 _MOST_IDS = (1 << COUNTER_BITS) - (MOST_ROWS << 6)
-"""Row ids of one incarnation, but for those of puts that are under way when they run out."""
+"""Row ids of one incarnation, less a reserve for puts that are in progress when they run out."""
 _MOST = 1 << 40
-"""Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
+"""Byte limit when a put is decoded; the server limits messages, and the budget limits what is stored."""
 
 
 def open_backend(name: str, site: Site) -> Backend:
-    """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError where there is none."""
+    """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError if there is none."""
     made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="backend of the queue")
     return made.made(site)
 
@@ -56,11 +55,11 @@ def open_backend(name: str, site: Site) -> Backend:
 class StorageUnit:
     """One unit.
 
-    index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
-    function that returns it; find: returns that of process i of a role, None if there is none; incarnation: of this
-    process, by default made here; host, port: where to listen (0: any); credentials: of this process; access: who may
-    call what; backend: where the cells lie, by default this process's memory; max_message: most bytes of a message.
-    ``failed`` is done when it cannot go on; its exception says why. ``leaving`` is set when it is wanted to ``leave``.
+    index: its index among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
+    function that returns it; find: returns the address of process i of a role, None if there is none; incarnation: name
+    of this process, by default generated; host, port: address to listen on (port 0: any); credentials: of this process;
+    access: access rules; backend: storage of the cells, by default this process's memory; max_message: most bytes of a
+    message. ``failed`` is done when it cannot continue, with the reason as exception; ``leaving`` is set to ``leave``.
     """
 
     failed: asyncio.Task[None]
@@ -112,22 +111,22 @@ class StorageUnit:
         self.server.route("unit.take", TakeRows, self._take)
 
     async def start(self) -> str:
-        """Begin to serve, and to look for the controller; return the address."""
+        """Start to serve and to connect to the controller; return the address."""
         address = await self.server.start()
         self.failed = self._session.start()
         return address
 
     async def close(self) -> None:
-        """Stop serving and drop everything."""
+        """Stop serving and drop all cells."""
         await self.server.close()
         await self._session.close()
         await self._controller.close()
         await self._backend.close()
 
     async def leave(self, *, patient: bool = True) -> bool:
-        """Move all rows to other units, and return True when none is left: the unit is no member any more then.
+        """Move all rows to other units; return True when no row is left, and the unit is no longer a member.
 
-        It takes nothing new from now on. patient: wait for others and the controller; else False without them.
+        From now on it accepts nothing new. patient: wait for other units and the controller; else return False.
         """
         if left := await self._session.drain(patient=patient):
             await self._session.close()
@@ -141,7 +140,7 @@ class StorageUnit:
             async with asyncio.timeout(timeout):
                 await self._session.joined.wait()
         except TimeoutError:
-            what = f"the controller did not take this unit in within {timeout:g} s"
+            what = f"the controller did not accept this unit within {timeout:g} s"
             raise DeadlineExceeded(what, where=f"storage unit {self.index}") from None
 
     @property
@@ -151,19 +150,19 @@ class StorageUnit:
 
     @property
     def ready(self) -> bool:
-        """Return whether the controller has taken this unit in."""
+        """Return whether the controller has accepted this unit."""
         return self._session.joined.is_set()
 
     async def _open(self, wait_s: float) -> None:
-        """Wait until new rows can be taken. Raises Elsewhere where none are any more."""
+        """Wait until new rows can be accepted. Raises Elsewhere if the unit no longer accepts any."""
         await self.joined(wait_s)
         if self._moving.draining:
-            raise Elsewhere("the unit leaves", where=f"storage unit {self.index}", hint="Put the rows on another")
+            raise Elsewhere("the unit is draining", where=f"storage unit {self.index}", hint="Put the rows on another")
 
     async def _put(self, call: PutRows, frames: Frames) -> RowIds:
         await self._open(call.wait_s)
-        if self._session.given > _MOST_IDS:
-            hint = "Put the rows on another; this one has ids again when it was drained and begins anew"
+        if self._session.ids_used > _MOST_IDS:
+            hint = "Put the rows on another unit; this one has ids again when it was drained and restarted"
             raise Elsewhere("its row ids are used up", where=f"storage unit {self.index}", hint=hint)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
@@ -230,7 +229,7 @@ class StorageUnit:
         return (await self._session.submit(entry, blob).decided()).ok
 
     def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
-        """Read the columns of a put; there may be none at all."""
+        """Decode the columns of a put, which may be none."""
         if not header.columns and not frames:
             return {}
         if header.rows != rows:

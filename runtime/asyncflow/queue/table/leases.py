@@ -29,8 +29,8 @@ _REASON: Final = 200
 class Claims:
     """The claims and leases of all tasks.
 
-    Counts since the controller started: expiries: ended leases; timeouts: those whose holder lives; redeliveries: rows
-    leased again; fenced: writes refused because their lease had ended.
+    Counts since the controller started: expiries: leases ended by a timeout or the death of their holder; timeouts:
+    by a timeout alone; redeliveries: rows leased again; fenced: writes refused because their lease had ended.
     """
 
     def __init__(self, state: QueueState) -> None:
@@ -81,7 +81,7 @@ class Claims:
         return grants
 
     def grant(self, claim: ClaimRows, now: float) -> list[LeasedRow]:
-        """Grant ``claim`` if that is possible now. Call ``serve`` first: parked claims have precedence."""
+        """Grant ``claim`` if that is possible now. Parked claims come first: call ``serve`` before this."""
         queue = self._queue(claim)
         if queue is None:
             return []
@@ -99,7 +99,7 @@ class Claims:
         lease = self._state.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._state.rows.__getitem__, lease.rows))
-            return leased_rows(rows, lease, now=now) if all(row.here for row in rows) else []
+            return leased_rows(rows, lease, now=now) if all(row.reported for row in rows) else []
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
             return []
         self._granted += 1
@@ -165,7 +165,7 @@ class Claims:
         return [row in set(held) for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
-        """Drop the rows that the lease holds permanently; return False for other rows."""
+        """Permanently drop the rows that the lease holds; return False for other rows."""
         if held := self.held(lease, rows):
             self._state.record(ev.RowsDropped(self._state.rows[held[0]].group.partition, held, reason))
         return [row in set(held) for row in rows]

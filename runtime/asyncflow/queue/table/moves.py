@@ -63,7 +63,7 @@ class RowMoves:
     def next_order(self, ask: AskMove, rooms: Mapping[int, Room]) -> MoveOrder:
         """Return the next rows that the requesting unit moves, in whole groups; this voids its previous order.
 
-        rooms: the units that take rows. No unit gets more rows than an equal distribution would give it.
+        rooms: the units that take rows. A unit gets at least one group, but otherwise not more than an equal share.
         """
         location, rows_by_id = ask.session.location, self._state.rows
         self._tickets.pop(location, None)

@@ -5,7 +5,7 @@ A trainer's step binds a whole group when the first of its rows enters a slot; r
 
 A serial numbers a group: its upper bits are the number of the client that put the group, the lower ``SERIAL_BITS`` are
 the client's own count. A client has a unique name, and its first put assigns it a number. Number 0 is the creator of a
-job's partition, who assigns serials itself. Clients count without gaps, so the serials that one has used are nearly
+job's partition, who assigns serials itself. Clients count consecutively, so the serials that one has used are nearly
 always one span, whatever became of the rows.
 
 Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group. ``counts`` and
@@ -113,7 +113,7 @@ class PartitionState:
         return self.counts[RowState.LIVE] == (queue.busy if queue is not None else 0)
 
     def emptied(self) -> PartitionState:
-        """Return the partition without any row; its tasks, creator, used serials and counts stay."""
+        """Return the partition without rows; tasks, creator and statistics stay; if it is open, used serials, too."""
         fresh = PartitionState(self.name)
         fresh.revision, fresh.creator = self.revision + 1, self.creator
         fresh.resets, fresh.peeked = self.resets, self.peeked

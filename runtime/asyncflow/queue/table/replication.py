@@ -71,7 +71,7 @@ def decode(encoded: Buffer) -> Change:
 
 
 FEED = "\0feed"
-"""An entry of ``QueueState.changed``, where partitions are listed, for new items or possible changes in the feed."""
+"""The entry of ``QueueState.changed`` for new items in the feed; its other entries are names of partitions."""
 
 _LIMIT = 64 << 20
 _MOST = MAX_MESSAGE - (1 << 20)
@@ -93,9 +93,9 @@ class ChangeFeed:
     def start(self) -> None:
         """Start to record changes, in the current epoch."""
         self.epoch = self._state.epoch
-        self._state.observer = self.happens
+        self._state.observer = self.on_event
 
-    def happens(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         """Add an event that is about to be applied, if it concerns rows."""
         if isinstance(event, ev.Completed) and (lease := self._state.leases.get(event.lease)) is not None:
             partition = self._state.partitions[lease.partition]
@@ -142,7 +142,7 @@ def _held(rows: Iterable[Row]) -> Iterator[RowsHeld]:
     held = (
         Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
         for row in rows
-        if row.here
+        if row.reported
     )
     return map(RowsHeld, batches(held, _ROWS))
 
@@ -162,16 +162,16 @@ def take(state: QueueState, item: ev.Event | RowsHeld) -> None:
 def install(state: QueueState, draft: QueueState) -> None:
     """Replace the rows of ``state`` by the rows of ``draft``."""
     for lease in list(state.leases):
-        if gone := [row for row in lease.rows if row not in draft.rows]:
-            state.leases.release(lease.id, gone)
+        if lost := [row for row in lease.rows if row not in draft.rows]:
+            state.leases.release(lease.id, lost)
     for number, row in draft.rows.items():
         old = state.rows.get(number)
         if old is None:
             continue
         row.work, row.since = old.work, old.since
-        if old.here:
+        if old.reported:
             row.tags, row.tokens = {**old.tags, **row.tags}, row.tokens or old.tokens
-            row.here, row.columns = True, {**old.columns, **row.columns}
+            row.reported, row.columns = True, {**old.columns, **row.columns}
             row.add(old.partial, partial=True)
     for name, partition in draft.partitions.items():
         if (before := state.partitions.get(name)) is not None:

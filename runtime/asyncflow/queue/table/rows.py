@@ -68,8 +68,8 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
         state.record(event)
         fresh: list[Row] = []
         for index, number in enumerate(rows):
-            if (row := state.rows.get(number)) is not None and not row.here:
-                row.columns, row.here = columns[index], True
+            if (row := state.rows.get(number)) is not None and not row.reported:
+                row.columns, row.reported = columns[index], True
                 row.tags = entry.tags[index] if entry.tags else {}
                 row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
                 fresh.append(row)
@@ -99,7 +99,7 @@ def _check_keys(state: QueueState, keys: _Keys, partition: str) -> None:
     named = [key for key in keys if key is not None]
     if not all(isinstance(key, str) and key for key in named):
         hint = "Give each row a key of at least one character, or give no row a key"
-        raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is no text or is empty", where=partition, hint=hint)
+        raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is not a text or is empty", where=partition, hint=hint)
     if len(set(named)) < len(named):
         raise Refused("two rows of one put have the same key", where=partition)
     if state.silent:
@@ -190,7 +190,7 @@ def write(state: QueueState, numbers: Sequence[int], cells: Cells, tags: Sequenc
 
 
 def add_cells(state: QueueState, changes: Iterable[Change], *, partial: bool = False) -> None:
-    """Note columns and tags that were added to rows, or that were given back unfinished (``partial``)."""
+    """Note columns and tags that were added to rows. partial: the columns are unfinished."""
     changed: dict[str, list[Row]] = {}
     names: set[str] = set()
     for row, columns, tags in changes:
@@ -250,8 +250,8 @@ def reset(state: QueueState, partition: PartitionState, task: str | None) -> int
                 continue
             hint = "A trainer starts again from a checkpoint (begin)"
             raise Refused("the task of a gang is not reset", where=f"{partition.name}/{name}", hint=hint)
-        works = (row.work.get(name, IDLE) for row in list_rows(partition))
-        if busy := sum(work.busy for work in works):
+        progress = (row.work.get(name, IDLE) for row in list_rows(partition))
+        if busy := sum(work.busy for work in progress):
             state.record(ev.TaskReset(partition.name, name, busy))
             count += busy
     return count

@@ -90,8 +90,8 @@ class Row(Struct, eq=False):
 
     work: progress by task. Mappings are replaced and never changed, so that rows may share them.
 
-    Volatile: columns: bytes of each admitted column; partial: bytes of columns that were given back unfinished; tokens;
-    tags; here: whether the unit has reported the row; since: when this controller learned of it, on its clock.
+    Volatile: columns: bytes of each admitted column; partial: bytes of unfinished columns; tokens; tags; reported:
+    whether the unit has reported the row; since: when this controller learned of it, on its clock.
     """
 
     group: RowGroup
@@ -106,21 +106,21 @@ class Row(Struct, eq=False):
     tokens: int = 0
     moved: int = 0
     lost: bool = False
-    here: bool = False
+    reported: bool = False
 
     def add(self, columns: Mapping[str, int], *, partial: bool = False) -> None:
-        """Note admitted columns, which replace columns of the same name, or ``partial`` ones given back unfinished."""
+        """Note admitted columns, which replace columns of the same name, or unfinished ones (``partial``)."""
         if partial:
             fresh = {name: size for name, size in columns.items() if name not in self.columns}
             self.partial = {**self.partial, **fresh}
         else:
-            self.here, self.columns = True, {**self.columns, **columns}
+            self.reported, self.columns = True, {**self.columns, **columns}
             if self.partial:
                 self.partial = {name: size for name, size in self.partial.items() if name not in columns}
 
     def lose(self) -> None:
         """Note that its bytes are lost."""
-        self.columns, self.partial, self.here = NOTHING, NOTHING, False
+        self.columns, self.partial, self.reported = NOTHING, NOTHING, False
 
     @property
     def key(self) -> SampleKey:
@@ -199,7 +199,7 @@ _REMEMBERED = 4096
 
 
 class Lease(Struct, eq=False):
-    """One claim that was granted. rows: ids of the open rows, in the order given; until: end, on the caller's clock.
+    """One claim that was granted. rows: ids of the open rows, in the order leased; until: end, on the caller's clock.
 
     whole: no row of it was given back or dropped.
     """

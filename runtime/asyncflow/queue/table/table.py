@@ -45,7 +45,7 @@ class Table:
     def start(self, now: float) -> None:
         """Start to serve after ``state`` was read from the ledger: with a new epoch, and full time for every lease.
 
-        So the restart never fences a worker earlier whose lease was in force when the controller stopped.
+        The restart therefore never shortens a lease that was in force when the controller stopped.
         """
         self.state.to_free.clear()
         self.state.silent = {unit.epoch for unit in self.state.units.values()}
@@ -105,7 +105,7 @@ class Table:
                 unknown.append(report.row)
                 continue
             new |= report.columns.keys() - row.columns.keys()
-            row.columns, row.partial, row.here = report.columns, report.partial, True
+            row.columns, row.partial, row.reported = report.columns, report.partial, True
             row.tokens, row.tags = report.tokens, report.tags
             known.setdefault(row.group.partition, []).append(row)
         for name, rows in known.items():
@@ -122,7 +122,7 @@ class Table:
         moved = self.moves.take(location, entry)
         columns = by_row(entry.cells, len(entry.rows))
         for index, number in enumerate(entry.rows):
-            if moved[index] and not self.state.rows[number].here:
+            if moved[index] and not self.state.rows[number].reported:
                 cells = columns[index]
                 partial = {name: cells.pop(name) for name in entry.partial}
                 tokens, tags = entry.tokens[index], entry.tags[index]
@@ -131,7 +131,7 @@ class Table:
 
     def miss(self, location: int) -> int:
         """Record the loss of rows that their unit did not name in its complete report; return their number."""
-        unnamed = [number for number, row in self.state.rows.items() if not row.here and row.location == location]
+        unnamed = [number for number, row in self.state.rows.items() if not row.reported and row.location == location]
         self.state.silent.discard(epoch_of(location))
         return self.lose_rows(unnamed)
 

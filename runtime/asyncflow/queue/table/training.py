@@ -35,7 +35,7 @@ class Training:
         """Set the number of groups of ``size`` samples of D_step; it may change until the last slot is decided."""
         where = f"{partition} step {step}"
         if step < 1 or groups < 0 or size < 1:
-            raise Refused(f"a step of {groups} groups of {size} samples is none; steps count from 1", where=where)
+            raise Refused(f"a step of {groups} groups of {size} samples is not valid; steps count from 1", where=where)
         gang = self._state.partition(partition).gang
         known = gang.steps.get(step)
         if known is not None and (known.groups, known.size) == (groups, size):
@@ -67,7 +67,7 @@ class Training:
         held, where = self._gang(partition), f"{partition} begin"
         gang = held.gang
         if attempt < 0 or step < 0 or world < 1:
-            raise Refused(f"attempt {attempt}, step {step}, world {world} cannot be", where=where)
+            raise Refused(f"attempt {attempt}, step {step}, world {world} cannot be used", where=where)
         if attempt < gang.attempt:
             hint = "A newer attempt of the trainer runs; this one must end"
             raise Fenced(f"trainer attempt {attempt} is over, {gang.attempt} has started", where=where, hint=hint)
@@ -88,7 +88,7 @@ class Training:
         if decision is None:
             queue, window = held.gang_queue, VersionWindow(step, step)
             assert queue is not None
-            if [row for row in held.gang.step(step).carry.values() if not (row.here or row.lost)]:
+            if [row for row in held.gang.step(step).carry.values() if not (row.reported or row.lost)]:
                 return None
             event = decide(
                 held.gang.step(step),
@@ -104,7 +104,7 @@ class Training:
             self._state.record(event)
             decision = held.gang.step(step).slots[slot]
         rows = decision.ranks[ask.rank]
-        if [row for row in rows if not (row.here or row.lost)]:
+        if [row for row in rows if not (row.reported or row.lost)]:
             return None
         totals = decision.totals if decision.last else None
         return Slot(step=step, slot=slot, rows=leased_rows(rows), last=decision.last, totals=totals)

@@ -1,8 +1,8 @@
-"""Batch of a data set: its rows, the lease that they are held by, and their columns as tensors.
+"""Batch of a data set: its rows, their lease, and their columns as tensors.
 
-Invariants: metas and all columns have the same rows in the same order, in every form and on every device; tensors are
-writable and the caller's own; the process that has a lease keeps it in force: a loader worker lives until all that it
-sent has arrived, and what arrives where its data set was made is kept from then on.
+Invariants: metas and all columns have the same rows in the same order, in every form and on every device. Tensors are
+writable and owned by the caller. The process that holds a lease keeps it in force: a loader worker lives until all of
+its batches have arrived, and then the process that created the data set keeps their leases.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Column:
     """Rows of different lengths, one after another.
 
     values: [entries of all rows, ...]; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``.
-    kind: "scalar" where a row is one value without an axis; "text", "bytes" and "object" where it is a Python value,
-    which ``values`` holds as bytes.
+    kind: "scalar" if a row is one value without an axis; "text", "bytes" or "object" if it is a Python value, which
+    ``values`` contains as bytes.
     """
 
     values: Tensor
@@ -45,7 +45,7 @@ class Column:
 
     @classmethod
     def of(cls, column: Jagged) -> Column:
-        """Take a column that was fetched."""
+        """Return a fetched column as tensors."""
         values = torch.from_numpy(np.require(column.values, requirements=["A", "W"]))
         offsets = torch.from_numpy(np.require(column.offsets, requirements=["A", "W"]))
         if column.dtype == BFLOAT16:
@@ -78,9 +78,9 @@ class Column:
         return self.offsets.diff()
 
     def padded(self, fill: float = 0, *, side: Side = "right") -> Tensor:
-        """Return the rows as [rows, longest, ...], filled up with ``fill``; a view where all are of one length.
+        """Return the rows as [rows, longest, ...], padded with ``fill``; a view if all rows have the same length.
 
-        Scalars are [rows]. Python values have no such form: TypeError.
+        Scalars are [rows]. Raises TypeError for Python values.
         """
         self._check_tensor("padded")
         if self.kind == "scalar":
@@ -114,7 +114,7 @@ class Column:
         return Column(self.values.pin_memory(), self.offsets.pin_memory(), self.kind)
 
     def jagged(self) -> Jagged:
-        """Return the column as the queue takes it."""
+        """Return the column in the queue's form."""
         values, dtype = plain_array(self.values, where="batch")
         inner = None if self.kind == "scalar" else values.shape[1:]
         offsets = self.offsets.cpu().numpy() * math.prod(values.shape[1:])
@@ -122,18 +122,18 @@ class Column:
 
     def _check_tensor(self, form: str) -> None:
         if self.kind in _PYTHON:
-            raise TypeError(f"a column of {self.kind} cannot be {form}: take its rows, column[i]")
+            raise TypeError(f"a column of {self.kind} cannot be {form}: use its rows, column[i]")
 
 
 LEASE_OWNERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The data sets of this process that keep leases in force, by name; ``keep(rows)`` tells one of a lease."""
+"""The data sets of this process that keep leases in force, by name; ``keep(rows)`` adds a lease to one."""
 
 
 @dataclass(frozen=True)
 class BatchLease:
     """Leased rows of a batch, until they are completed or given back. owner: name of the data set that claimed them.
 
-    A process to which the lease was sent keeps it in force from then on, where the data set is known there.
+    A process that receives the lease keeps it in force from then on, if it knows the data set.
     """
 
     owner: str
@@ -149,8 +149,8 @@ class BatchLease:
 class Batch:
     """Rows of a queue, packed: ``columns[name].values`` and ``.offsets``.
 
-    lease: kept until the batch is completed, where the data set waits for that. step, slot, last, totals: of a batch of
-    an optimizer step; ``last`` ends the step, and then ``totals`` says what it had over all ranks and slots.
+    lease: kept until the batch is completed, if completion is explicit. step, slot, last, totals: of a batch of an
+    optimizer step; ``last`` ends the step, and ``totals`` are then its totals over all ranks and slots.
     """
 
     metas: list[RowMeta]
@@ -167,7 +167,7 @@ class Batch:
     def padded(self, fill: float | Mapping[str, float] = 0, *, side: Side = "right") -> dict[str, Any]:
         """Return each column as [rows, longest, ...] and its lengths as ``NAME_lengths``; Python values as lists.
 
-        fill: what fills the rest, for all columns or by column (0 for one that is not named).
+        fill: the padding value, for all columns or by column (0 for columns that are not named).
         """
         forms: dict[str, Any] = {}
         for name, column in self.columns.items():
@@ -179,9 +179,9 @@ class Batch:
         return forms
 
     def tensordict(self, *, padded: bool = False) -> TensorDict:
-        """Return the columns as a TensorDict of [rows], nested or ``padded``, with ``serial`` and ``sample`` of each.
+        """Return the columns as a TensorDict of [rows], nested or ``padded``, with each ``serial`` and ``sample``.
 
-        Raises ManifestError where the package ``tensordict`` is not installed.
+        Raises ManifestError if the package ``tensordict`` is not installed.
         """
         try:
             from tensordict import NonTensorStack, TensorDict
@@ -205,7 +205,7 @@ class Batch:
 
 
 def columns_of(fetched: Mapping[str, Jagged], names: Sequence[str]) -> dict[str, Column]:
-    """Return what was fetched as tensors, in the order of ``names``."""
+    """Return fetched columns as tensors, in the order of ``names``."""
     return {name: Column.of(fetched[name]) for name in names}
 
 

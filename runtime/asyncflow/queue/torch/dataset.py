@@ -1,17 +1,17 @@
 """A task of the queue as a data set for torch: ``for batch in DataLoader(StreamingDataset(...), batch_size=None)``.
 
-Each loader worker claims for itself; a loader that has several should yield what comes (``in_order=False``), not wait
-for the worker whose turn it is. A batch is acknowledged when the next one is asked for, and given back when the
-iteration is left before that; a loader worker acknowledges what it passes to the loader. Where ``acknowledge`` is
-"explicit", ``complete`` does it, with what was made of the batch.
+Each loader worker makes its own claims. A loader with several workers should yield batches as they come
+(``in_order=False``) instead of waiting for the next worker. A batch is acknowledged when the next one is requested, and
+given back if the iteration ends before that; a loader worker acknowledges each batch that it passes to the loader. If
+``acknowledge`` is "explicit", ``complete`` acknowledges a batch and writes its outputs.
 
-Each process has one client, in an event loop in a thread of its own, which renews leases and prefetches batches while
+Each process has one client, in an event loop in a separate thread, which renews leases and prefetches batches while
 the caller computes.
 
-Invariants: every row is either acknowledged or becomes ready again; at most ``prefetch`` batches wait beside the one
-that is computed, in a loader worker none beside those that the loader asked for; nothing sleeps or polls; a lease is
-renewed until its rows are settled or it is found to have ended; a loader worker ends with the process that it works
-for, and claims nothing more.
+Invariants: every row is either acknowledged or becomes ready again. At most ``prefetch`` batches wait in addition to
+the current one; in a loader worker, none in addition to those that the loader requested. Nothing polls. A
+lease is renewed until its rows are completed or returned, or it has ended. A loader worker ends with the process that
+it works for, and then claims nothing more.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CALL_S = 60.0
-"""Seconds that the queue has for an answer that waits for no rows."""
+"""Seconds for an answer of the queue that does not wait for rows."""
 _STARTING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueAddress:
-    """A queue by its one ``address``.
+    """A queue by its ``address``.
 
-    Plain data, which goes to loader workers: every process that opens it gets a client of its own.
+    Plain data that is sent to loader workers: each process that opens it gets its own client.
 
-    tls: folder with the certificate of a client of it (``ca.crt``, ``tls.crt``, ``tls.key``).
+    tls: folder with the certificate of a client of the queue (``ca.crt``, ``tls.crt``, ``tls.key``).
     """
 
     address: str
     tls: Path | None = None
 
     def client(self, worker: str = "") -> AbstractAsyncContextManager[QueueClient]:
-        """Return a client to be entered. worker: the name of its leases' holder, where they are to outlive it."""
+        """Return a client context manager. worker: holder of its leases, if they are to outlive the client."""
         credentials = Credentials(self.tls) if self.tls else Credentials.of_environment()
         return aconnect(self.address, credentials=credentials, worker=worker)
 
 
 class Consumer:
-    """One process's client of the queue: the leases that it keeps in force, and the batches that it prefetches.
+    """One process's client of the queue, with the leases that it keeps in force and the batches that it prefetches.
 
-    holder: the name that its leases are held under, where they are to outlive this process.
+    holder: holder of its leases, if they are to outlive this process.
     """
 
     def __init__(self, queue: QueueAddress, *, holder: str = "") -> None:
@@ -87,7 +87,7 @@ class Consumer:
             self.run(_end_with_parent())
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``job``; a caller that is interrupted cancels it. Raises Refused once this is closed."""
+        """Return the result of ``job``; an interrupted caller cancels it. Raises Refused after ``close``."""
         if self.queue.closed:
             job.close()
             hint = "An iteration ends with its data set: keep it open as long as you iterate"
@@ -100,11 +100,11 @@ class Consumer:
         renewing, due = self._renewing, time.monotonic() + rows[0].until / 3
         if renewing is None or renewing.done() or due < self._due:
             if renewing is not None:
-                renewing.cancel()  # it sleeps for too long
-            self._due, self._renewing = due, self._begin(self._renew())
+                renewing.cancel()  # it sleeps too long
+            self._due, self._renewing = due, self._spawn(self._renew())
 
     async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
-        """Complete ``rows`` of one lease; False where it had ended, so that somebody else has the row."""
+        """Complete ``rows`` of one lease; False if it had ended, so that the row may have another holder."""
         results = await self.client.complete(rows, outputs, timeout=CALL_S)
         self._kept.pop(rows[0].lease, None)
         return results
@@ -115,7 +115,7 @@ class Consumer:
         await self.client.give_back(rows, reason=reason, timeout=CALL_S)
 
     def prefetched(self, source: AsyncGenerator[T], depth: int) -> Generator[T]:
-        """Yield the items of ``source``, up to ``depth`` of which are made before they are asked for."""
+        """Yield the items of ``source``, up to ``depth`` of which are made before they are requested."""
         room = asyncio.Semaphore(depth)
         made: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
@@ -127,11 +127,11 @@ class Consumer:
                         made.put_nowait(item)
                         await room.acquire()
                 made.put_nowait(None)
-            except Exception as error:  # noqa: BLE001 # whoever asks gets it
+            except Exception as error:  # noqa: BLE001 # the consumer gets it
                 made.put_nowait(error)
 
-        async def begin() -> asyncio.Task[None]:
-            return self._begin(make())
+        async def start() -> asyncio.Task[None]:
+            return self._spawn(make())
 
         async def take() -> T | None:
             room.release()
@@ -140,7 +140,7 @@ class Consumer:
                 raise item
             return item
 
-        making = self.run(begin())
+        making = self.run(start())
         try:
             while (item := self.run(take())) is not None:
                 yield item
@@ -149,7 +149,7 @@ class Consumer:
                 self.run(cancelled([making]))
 
     def close(self) -> None:
-        """Leave the queue; give back what is kept, unless another process holds it."""
+        """Leave the queue, and return the kept rows, unless another process holds them."""
         if self.pid != os.getpid() or threading.current_thread() is self.queue.thread or self.queue.closed:
             return
         try:
@@ -161,7 +161,7 @@ class Consumer:
         finally:
             self.queue.close()
 
-    def _begin(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -170,37 +170,35 @@ class Consumer:
     async def _renew(self) -> None:
         while self._kept:
             await asyncio.sleep(self._due - time.monotonic())
-            asked = list(self._kept)
+            leases = list(self._kept)
             third = min((rows[0].until / 3 for rows in self._kept.values()), default=CALL_S)
             self._due = time.monotonic() + third
             try:
-                in_force = set(await self.client.renew(asked, timeout=third))
+                in_force = set(await self.client.renew(leases, timeout=third))
             except AsyncFlowError as error:
-                log.warning("%d leases could not be renewed: %s", len(asked), error)
+                log.warning("%d leases could not be renewed: %s", len(leases), error)
                 continue
-            for lease in (lease for lease in asked if lease not in in_force):
+            for lease in (lease for lease in leases if lease not in in_force):
                 self._kept.pop(lease, None)
 
 
 async def _end_with_parent() -> None:
-    """Make this process end when the one that made it does: what an orphaned loader worker claims would be lost."""
+    """End this process when its parent ends: rows that an orphaned loader worker claims would be lost."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
     alive = os.pidfd_open(parent.pid)
     if os.getppid() != parent.pid:
-        os.write(
-            2, f"loader worker {os.getpid()} ends: process {parent.pid} made it, and is no more its parent\n".encode()
-        )
+        os.write(2, f"loader worker {os.getpid()} ends, because its parent process {parent.pid} has ended\n".encode())
         os._exit(1)
     asyncio.get_running_loop().add_reader(alive, os._exit, 1)
 
 
 class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not type-checked here
-    """Base of both data sets: a queue, one executor in each process, and batches that are prefetched.
+    """Base of both data sets: a queue, one client in each process, and prefetched batches.
 
-    queue: an address, or a ``QueueAddress``; columns: to fetch; prefetch: batches fetched before they are asked for;
-    patience_s: seconds without a row after which the iteration fails with DeadlineExceeded.
+    queue: an address, or a ``QueueAddress``; columns: columns to fetch; prefetch: batches fetched before they are
+    requested; patience_s: seconds without a row after which the iteration fails with DeadlineExceeded.
     """
 
     def __init__(
@@ -218,7 +216,7 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
         self._current: Consumer | None = None
 
     def close(self) -> None:
-        """Return to the queue what is kept here, and leave the queue; whatever is asked later joins it again."""
+        """Return the kept rows to the queue, and leave it; later calls join it again."""
         if (consumer := self._current) is not None:
             self._current = None
             consumer.close()
@@ -246,9 +244,9 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
 class StreamingDataset(QueueDataset):
     """The rows of one task, in batches of up to ``rows``, until no more are put and all were leased.
 
-    No more are put once the partition is closed, or has as many as it was told to expect (``Partition``).
+    No more rows are put after the partition was closed, or has the expected number of rows (``Partition``).
 
-    A task of groups yields whole groups, at least one. acknowledge: "next" or "explicit", as described in the module.
+    A task of groups yields whole groups, at least one. acknowledge: "next" or "explicit", see the module.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class StreamingDataset(QueueDataset):
     ) -> None:
         super().__init__(queue=queue, partition=partition, columns=columns, prefetch=prefetch, patience_s=patience_s)
         if rows < 1 or acknowledge not in ("next", "explicit"):
-            raise Refused(f"rows {rows}, acknowledge {acknowledge!r} cannot be", where=f"{partition}/{task}")
+            raise Refused(f"rows {rows}, acknowledge {acknowledge!r} cannot be used", where=f"{partition}/{task}")
         self.task = task
         self._rows = rows
         self._explicit = acknowledge == "explicit"
@@ -297,11 +295,11 @@ class StreamingDataset(QueueDataset):
                     consumer.run(consumer.give_back(rows, "the iteration was left"))
 
     def complete(self, batch: Batch, outputs: Mapping[str, Any] | None = None) -> list[bool]:
-        """Acknowledge ``batch`` with what was made of it: columns, each a ``Column`` or one value for each row (tensors
-        that differ in their first dimension only, or numbers, texts, plain objects).
+        """Acknowledge ``batch`` with its outputs: columns, each a ``Column`` or one value for each row (tensors that
+        differ in their first dimension only, or numbers, texts, plain objects).
 
-        False where the lease had ended and the row is somebody else's. A batch that was received from another rank
-        (``share_batches``) is completed there, so here this does nothing.
+        False if the lease had ended and the row may have another holder. A batch that was received from another rank
+        (``share_batches``) is completed there, so here this has no effect.
         """
         if batch.lease is None:
             return []
@@ -319,12 +317,12 @@ class StreamingDataset(QueueDataset):
             consumer.run(consumer.give_back(batch.lease.rows, reason))
 
     def keep(self, rows: list[LeasedRow]) -> None:
-        """Keep the lease of a batch that has come from a loader worker in force."""
+        """Keep the lease of a batch from a loader worker in force."""
         consumer = self._consumer()
         consumer.run(consumer.keep(rows))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` checks: the queue itself remembers what was acknowledged."""
+        """Return the state that ``load_state_dict`` checks; the queue itself stores which rows were acknowledged."""
         return {"partition": self.partition, "task": self.task}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,7 +335,7 @@ class StreamingDataset(QueueDataset):
         done = all(consumer.run(consumer.complete(rows, {})))
         del leased[rows[0].lease]
         if not done:
-            log.warning("the lease of a batch of %s/%s had ended: others get it too", self.partition, self.task)
+            log.warning("the lease of a %s/%s batch had ended; its rows may be leased again", self.partition, self.task)
         return done
 
     async def _claimed(self, consumer: Consumer, leased: dict[str, list[LeasedRow]]) -> AsyncGenerator[Batch]:
@@ -362,7 +360,7 @@ class StreamingDataset(QueueDataset):
         )
         if (rows := claimed.rows) or claimed.ended:
             return rows
-        hint = "See whether the tasks before this one go on; after the last put, close() the partition"
+        hint = "Check that the tasks before this one make progress; after the last put, close() the partition"
         raise DeadlineExceeded(
             f"no row became ready within {self._patience_s:g} s", where=f"{self.partition}/{self.task}", hint=hint
         )

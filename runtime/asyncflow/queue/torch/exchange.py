@@ -43,16 +43,16 @@ _error = msgspec.msgpack.Decoder(dict[str, str])
 def share_batches(
     loader: Iterable[Batch] | None, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
-    """Yield the batches of the first process's ``loader`` in every process of ``group`` (by default, of all).
+    """Yield the batches of the first process's ``loader`` in every process of ``group`` (default: all processes).
 
-    device: where the batches go, one that the group's backend can send from. Only the first process's loader is used,
-    and only there a batch can be completed. All processes must take the same number of batches.
+    device: device of the batches, from which the group's backend can send. Only the first process's loader is used, and
+    only there a batch can be completed. All processes must take the same number of batches.
     """
     batches = () if loader is None else loader
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         yield from (batch.to(device) for batch in batches)
         return
-    iterator = chain.from_iterable((batches,))  # begins when it is first asked, so that all see an error of its begin
+    iterator = chain.from_iterable((batches,))  # starts at the first take(), so that all processes get its error
     batch: Batch | None = None
 
     def take() -> bytearray:
@@ -67,9 +67,9 @@ def share_batches(
 def broadcast(
     make: Callable[[], bytearray], group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> memoryview:
-    """Return, in every process of ``group``, what ``make()`` returns in the first, or raise what it raises there.
+    """Return the result of ``make()`` in the first process of ``group`` in every process, or raise its error there.
 
-    device: where the bytes are sent from, by default one that the group's backend can use.
+    device: where the bytes are sent from, by default a device that the group's backend can use.
     """
     if device is None and "gloo" not in dist.get_backend(group):
         device = torch.accelerator.current_accelerator()
@@ -98,5 +98,5 @@ def broadcast(
 
 def _encoded(batch: Batch) -> bytearray:
     if not isinstance(batch, Batch):
-        raise TypeError(f"a loader of Batch can be shared, not of {type(batch).__name__}")
+        raise TypeError(f"share_batches needs a loader of Batch, not of {type(batch).__name__}")
     return bytearray(_encoder.encode(replace(batch, lease=None)))
