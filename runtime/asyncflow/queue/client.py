@@ -243,7 +243,7 @@ class QueueClient:
         last_units = list(unit_of_row.values())
         parts = await call_at_units(self.peers, unique_ids, last_units, call, what="fetching rows", timeout=timeout)
         if lost := [unique_ids[i] for indices, part in parts if part is None for i in indices]:
-            hint = "It was cleared, or lost with its unit: put it again, unless a job creates its samples again"
+            hint = "It was cleared, or was lost with its unit: put it again, unless a job creates it again"
             raise StaleHandle(f"row {lost[0]} and {len(lost) - 1} others do not exist", where="fetch", hint=hint)
         fetched = [part for _, part in parts if part is not None]
         joined = {name: Jagged.gather([(part[name], 0, len(part[name])) for part in fetched]) for name in columns}
