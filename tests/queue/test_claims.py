@@ -256,13 +256,13 @@ def test_what_may_not_be_written_without_a_lease_is_refused_and_leaves_nothing_b
     for those, tags, error, what in (
         ([mine, numbers[0]], [], Refused, "one write goes to one partition"),
         ([numbers[1]] * 2, [], Refused, "under a lease only"),
-        ([mine, keyed], [{"n": 1}, {KEY_TAG: "b"}], Refused, "is the row's key and stays"),
+        ([mine, keyed], [{"n": 1}, {KEY_TAG: "b"}], Refused, "is the row's fixed key"),
         ([mine, numbers[2]], [], StaleHandle, f"queue: there is no row {numbers[2]}"),
     ):
         with pytest.raises(error, match=what):
             write(rows.table.state, those, cells, tags)
     held = rows.claim(max_rows=2)
-    with pytest.raises(Refused, match="is the row's key and stays"):
+    with pytest.raises(Refused, match="is the row's fixed key"):
         rows.table.complete(held[0].lease, [mine, keyed], NO_CELLS, [{}, {KEY_TAG: "b"}])
     assert [event for event in rows.table.state.outbox if event not in before] == [rows.table.state.outbox[-1]]
     assert [row.tags for row in rows.table.state.rows.values()][:2] == [{}, {KEY_TAG: "a"}]

@@ -407,10 +407,10 @@ def test_a_group_that_is_early_takes_the_place_of_one_that_is_late(queue, ready)
     training.exchange(P, 3, 1, 0)
     training.exchange(P, 3, 1, 0)
     queue.through()
-    with pytest.raises(Refused, match="group 3 is of step 1"):
+    with pytest.raises(Refused, match="group 3 is in step 1"):
         training.exchange(P, 1, 2, 3)
     for other in (1, 2, 3):
-        with pytest.raises(Refused, match=f"group 3 is of that step already, and not in place of group {other}"):
+        with pytest.raises(Refused, match=f"group 3 is in that step already, but not in place of group {other}"):
             training.exchange(P, 3, 1, other)
     assert [key[0] for key in flat(train(queue, 1)[0])] == [1, 1, 3, 3]
     with pytest.raises(Refused, match="in a slot"):

@@ -223,7 +223,7 @@ async def test_rows_on_their_way_are_elsewhere_until_they_have_come():
     moving = MovingRows(unit.holdings, location=lambda: -1, where="test")
     put = await unit.send([FAR], [1])
     for write in (False, True):
-        with pytest.raises(Elsewhere, match="1 of 1 rows do not lie here"):
+        with pytest.raises(Elsewhere, match="1 of 1 rows are not on this unit"):
             moving.check([FAR], write=write)
     unit.holdings.decide(put, EntryResult([True]))
     moving.check([FAR], write=True)
@@ -255,7 +255,7 @@ async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
     with pytest.raises(StaleHandle, match=f"row {row} has no column 'z'. It has a"):
         await unit.holdings.fetch([row], ["z"])
     unit.holdings.clear([row])
-    with pytest.raises(StaleHandle, match=f"row {row} is not here"):
+    with pytest.raises(StaleHandle, match=f"row {row} is not on this unit"):
         await unit.holdings.fetch([row], ["a"])
 
 

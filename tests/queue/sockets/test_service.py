@@ -233,7 +233,7 @@ async def test_handles_to_what_is_gone_are_refused(cluster):
         async with asyncio.timeout(10):
             while queue.units[0].holdings.budget.used:
                 await asyncio.sleep(0.01)
-        with pytest.raises(StaleHandle, match="is not here"):
+        with pytest.raises(StaleHandle, match="is not on this unit"):
             await queue.client.fetch(rows, ["prompt"], timeout=10)
         assert await queue.complete(rows, "response") == [False, False]
 

@@ -32,7 +32,7 @@ class MovingRows:
         """Raise Elsewhere if some of ``rows`` are on another unit, or are moving to or from this one."""
         if away := self.away(rows, write=write):
             hint = "The controller knows their location"
-            raise Elsewhere(f"{len(away)} of {len(rows)} rows do not lie here", where=self._where, hint=hint)
+            raise Elsewhere(f"{len(away)} of {len(rows)} rows are not on this unit", where=self._where, hint=hint)
 
     def away(self, rows: Sequence[int], *, write: bool = False) -> list[int]:
         """Return the rows that may be elsewhere and, for a write, those that are moving away.

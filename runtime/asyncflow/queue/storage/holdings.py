@@ -316,7 +316,7 @@ class Holdings:
         for number in rows:
             if number not in self.rows:
                 hint = "It was cleared, or lost with the unit's earlier incarnation"
-                raise StaleHandle(f"row {number} is not here", where=self._where, hint=hint)
+                raise StaleHandle(f"row {number} is not on this unit", where=self._where, hint=hint)
         for name in columns:
             for number in rows:
                 if name not in (cells := self.rows[number].cells):

@@ -214,7 +214,7 @@ def _written(state: QueueState, rows: Sequence[Row], tags: Sequence[dict[str, Ta
         raise Refused("rows of a training run are written under a lease only", where=partition.name, hint=hint)
     if any(KEY_TAG in changed for changed in tags):
         hint = "Put the row under the other key, and clear this one"
-        raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=partition.name, hint=hint)
+        raise Refused(f"the tag {KEY_TAG!r} is the row's fixed key", where=partition.name, hint=hint)
     return partition
 
 

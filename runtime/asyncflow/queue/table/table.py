@@ -192,7 +192,7 @@ class Table:
                 raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
             if tags and any(KEY_TAG in of for of in tags) and partition.purpose == "open":
                 hint = "Put the row under the other key, and clear this one"
-                raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=f"lease {lease}", hint=hint)
+                raise Refused(f"the tag {KEY_TAG!r} is the row's fixed key", where=f"lease {lease}", hint=hint)
         columns = by_row(cells, len(rows))
         repeated = set() if held is not None and held.rows.keys() >= set(rows) else self.claims.completed(lease, rows)
         admitted = self.claims.complete(lease, rows)

@@ -57,9 +57,9 @@ class Training:
         if pair[0].step == step and pair[0].instead_of == late:
             return
         if pair[0].step == step:
-            raise Refused(f"group {serial} is of that step already, and not in place of group {late}", where=where)
+            raise Refused(f"group {serial} is in that step already, but not in place of group {late}", where=where)
         if pair[1].step != step or {late, serial} & held.keys():
-            raise Refused(f"group {late} is of step {pair[1].step}, or one of the two is in a slot", where=where)
+            raise Refused(f"group {late} is in step {pair[1].step}, or one of the two is in a slot", where=where)
         self._state.record(ev.Exchanged(partition, (serial, late)))
 
     def begin(self, partition: str, attempt: int, step: int, world: int) -> None:
