@@ -29,15 +29,19 @@ def test_a_filtered_group_is_replaced_in_its_own_step() -> None:
 
 def test_a_prompt_that_is_not_there_is_not_issued() -> None:
     assignment = PromptAssignment(prompts_per_step=2, steps=2)
-    assert [assignment.issue(there=1), assignment.issue(there=1)] == [(0, 1), None]
+    assert [assignment.issue(available=1), assignment.issue(available=1)] == [(0, 1), None]
     assert not assignment.full
     assert (assignment.lacks(1), assignment.lacks(2)) == (1, 2)
     assignment.exclude(0)
     assert assignment.lacks(1) == 2
-    assert [assignment.issue(there=3), assignment.issue(there=3), assignment.issue(there=3)] == [(1, 1), (2, 1), None]
+    assert [assignment.issue(available=3), assignment.issue(available=3), assignment.issue(available=3)] == [
+        (1, 1),
+        (2, 1),
+        None,
+    ]
     assignment = PromptAssignment(prompts_per_step=2, steps=1)
     assignment.restore({}, committed=0, next_serial=3, missing=[1])
-    assert [assignment.issue(there=3), assignment.issue(there=3)] == [(1, 1), None]
+    assert [assignment.issue(available=3), assignment.issue(available=3)] == [(1, 1), None]
 
 
 def test_excluding_twice_counts_once() -> None:

@@ -49,7 +49,7 @@ def test_index_agrees_with_a_sorted_list(steps):
             assert list(index.in_order(each)) == [i for _, _, i in held]
             assert index.count(each) == len(held)
         for shelf in index._shelves.values():
-            assert shelf.count + shelf.gone == sum(len(run[2]) for run in shelf.runs)
+            assert shelf.count + shelf.stale == sum(len(run[2]) for run in shelf.runs)
         assert set(index) == set(model)
         assert len(index) == len(model)
         assert index.weight == sum(weights[one] for one in model)
@@ -61,4 +61,4 @@ def test_what_was_taken_is_forgotten():
         index.extend(range(start, start + 10), window=window, order=(0,))
         assert index.take(lambda _: True, 9)[-1] - start < 10
     shelf = index._shelves[window]
-    assert shelf.gone + len(shelf.runs) <= 2 * len(index) + 100
+    assert shelf.stale + len(shelf.runs) <= 2 * len(index) + 100

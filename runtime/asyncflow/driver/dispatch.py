@@ -253,7 +253,7 @@ class Dispatcher:
         """
         in_a_row = 0
         there = self.prompts.prompter.source.there
-        while len(self._issued) < allowed and (pair := self.assignment.issue(there=there)) is not None:
+        while len(self._issued) < allowed and (pair := self.assignment.issue(available=there)) is not None:
             serial, step = pair
             try:
                 encoded = self.prompts.encode(serial)

@@ -1,1 +1,1 @@
-"""Policies as plain state machines: no clock, no task, no socket, so that a simulator can drive the same objects."""
+"""Policies as pure state machines without clock, task or socket, so that the simulator can run the same objects."""

@@ -1,9 +1,9 @@
-"""Admission of prompts: how many more may be dispatched now.
+"""Admission of prompts: policies that say how many more prompts may be dispatched now.
 
-One policy, one formula. They are combined by taking the smallest allowance (``admit``), so each can only make a run
-more cautious, never less.
+Each policy is one formula. ``admit`` takes the smallest allowance of all policies, so a further policy can only reduce
+the number of admitted prompts.
 
-Invariant: ``BoundedLag`` never lets a prompt of step k out before θ_{k-1-η} is published.
+Invariant: ``BoundedLag`` never admits a prompt of step k before θ_{k-1-η} is published.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Counts by which an admission policy decides; all in prompts but ``published``.
+    """Input of the admission policies; all fields except ``published`` count prompts.
 
-    published: step of the newest published version. dispatched: prompts given out that were not filtered or dropped.
-    running: dispatched whose responses are not complete.
+    published: step of the newest published version. dispatched: issued prompts that were not filtered or dropped.
+    running: issued prompts whose groups are not decided yet.
     """
 
     published: int
@@ -31,19 +31,19 @@ class InFlight:
 
 
 class Admission(Protocol):
-    """A rule for dispatching prompts."""
+    """An admission policy."""
 
     def allowance(self, flow: InFlight) -> int:
-        """Return how many more prompts may be dispatched; negative counts as none."""
+        """Return the number of further prompts that may be dispatched; a negative number means none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedLag:
     """AReaL's capacity, (η + v + 1)·B - (accepted + running), without its concurrency term.
 
-    With a publication each K steps nothing stands still as long as η >= K - 1, which ``validate`` demands.
-    Source: inclusionAI/AReaL ``staleness_manager``. Counting accepted prompts by the ledger, and not by a counter that
-    a restart forgets, is what keeps a recovered run from dispatching a burst (AReaL #1388).
+    With a publication every K steps the run never blocks if η >= K - 1, which ``validate`` requires.
+    Source: inclusionAI/AReaL ``staleness_manager``. Accepted prompts are counted from the ledger, not by a counter in
+    memory that a restart resets, so a recovered run does not dispatch a burst of prompts (AReaL #1388).
     """
 
     prompts_per_step: int
@@ -51,29 +51,29 @@ class BoundedLag:
     steps: int
 
     def allowance(self, flow: InFlight) -> int:
-        """Return the prompts that may still go out under the newest published version."""
+        """Return the number of further prompts that the newest published version allows."""
         last_step = min(self.lag + flow.published + 1, self.steps)
         return last_step * self.prompts_per_step - flow.dispatched
 
 
 @dataclass(frozen=True, kw_only=True)
 class Concurrency:
-    """At most so many prompts generating at once."""
+    """A limit on the number of prompts that are generated at the same time."""
 
     limit: int
 
     def allowance(self, flow: InFlight) -> int:
-        """Return the free places."""
+        """Return the limit less the running prompts."""
         return self.limit - flow.running
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessThreshold:
-    """verl fully_async: between two publications at most (1+τ)·R·K prompts, those in flight at the first counted in.
+    """verl's fully_async limit: at most (1+τ)·R·K prompts per publication, including those in flight at the last one.
 
     prompts_per_step: R. sync_every: K, ``trigger_parameter_sync_step``. threshold: τ, ``staleness_threshold``.
-    verl resets its counter ``staleness_samples`` at a publication to what is in flight then; here everything consumed
-    before the publication is p·R with p the published step, which gives the same sum without a counter.
+    At a publication verl resets its counter ``staleness_samples`` to the number of samples in flight. Here, p·R prompts
+    were consumed before the publication of step p, which gives the same result without a counter.
     """
 
     prompts_per_step: int
@@ -87,13 +87,13 @@ class StalenessThreshold:
 
 
 def admission_of(spec: RLJobSpec) -> list[Admission]:
-    """Return the rules that a manifest asks for."""
+    """Return the policies of a manifest."""
     algorithm = spec.algorithm
     return admission_by(spec.schedule, prompts_per_step=algorithm.prompts_per_step, steps=algorithm.steps)
 
 
 def admission_by(schedule: ScheduleSpec, *, prompts_per_step: int, steps: int) -> list[Admission]:
-    """Return the rules of a job of so many steps; quotas admit whole steps, so verl's fraction is not theirs."""
+    """Return the policies of a job; ``swapAt: quota`` admits whole steps, so verl's threshold does not apply to it."""
     policies: list[Admission] = [BoundedLag(prompts_per_step=prompts_per_step, lag=schedule.lag, steps=steps)]
     if schedule.swap_at != "quota":
         threshold = StalenessThreshold(
@@ -108,5 +108,5 @@ def admission_by(schedule: ScheduleSpec, *, prompts_per_step: int, steps: int) -
 
 
 def admit(policies: Iterable[Admission], flow: InFlight) -> int:
-    """Return how many prompts may be dispatched now under all policies, at least 0."""
+    """Return the number of prompts that all policies allow now, at least 0."""
     return max(0, min(policy.allowance(flow) for policy in policies))

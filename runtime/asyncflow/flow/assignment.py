@@ -1,11 +1,11 @@
-"""Which optimizer step each prompt belongs to.
+"""Assignment of prompts to optimizer steps.
 
-Serials are assigned in data order, each to the lowest step that is short of prompts; a group that was filtered or
-dropped leaves its step short, and the next serial takes its place. Under ``fill: completion`` a group that is finished
-early changes steps with one that is late.
+Serials are assigned in data order, each to the lowest step that lacks a prompt. If a group is filtered or dropped, its
+step lacks a prompt again and gets the next serial. Under ``fill: completion`` a group that finishes early exchanges its
+step with a group that is late.
 
-Invariants: every serial below ``next_serial`` belongs to exactly one step or was skipped, and a step never holds more
-than ``prompts_per_step`` groups that are neither filtered nor dropped.
+Invariants: every serial below ``next_serial`` belongs to exactly one step, was skipped, or is missing (never created);
+a step never has more than ``prompts_per_step`` groups that are neither filtered nor dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import NamedTuple
 
 
 class LedgerStep(NamedTuple):
-    """A step as the ledger has it: its prompts; how many of them are not decided; of how many nothing is trained."""
+    """A step as recorded in the ledger.
+
+    serials: its prompts; undecided: number of undecided groups; excluded: number of filtered or dropped groups.
+    """
 
     serials: Sequence[int]
     undecided: int
@@ -27,7 +30,7 @@ class LedgerStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class PromptAssignment:
-    """The assignment of prompts to steps; pure, rebuilt from the ledger by ``restore``."""
+    """The assignment of prompts to steps: pure state, which ``restore`` rebuilds from the ledger."""
 
     prompts_per_step: int
     steps: int
@@ -41,30 +44,30 @@ class PromptAssignment:
     _missing: list[int] = field(default_factory=list)
     _lowest: int = 1
 
-    def issue(self, *, there: int | None = None) -> tuple[int, int] | None:
-        """Return the next (serial, step), or None when every step has its prompts, or the next one is not there.
+    def issue(self, *, available: int | None = None) -> tuple[int, int] | None:
+        """Return the next (serial, step), or None if every step has its prompts or the next prompt is not available.
 
-        there: how many prompts there are so far, None where there is no end of them.
+        available: number of prompts that the source has so far, None if it is unlimited.
         """
         while self._counted[self._lowest] >= self.prompts_per_step:
             self._lowest += 1
         if self._lowest > self.steps:
             return None
-        if self.outruns(there):
+        if self.outruns(available):
             return None
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)
         self._undecided[self._lowest] += 1
         return serial, self._step_of[serial]
 
-    def outruns(self, there: int | None) -> bool:
-        """Return whether the next prompt that is wanted is beyond those that are ``there``; see ``issue``."""
+    def outruns(self, available: int | None) -> bool:
+        """Return whether the next prompt is needed and is not ``available`` yet; see ``issue``."""
         wanted = not (self.full or self._missing)
-        return there is not None and wanted and self.next_serial >= there
+        return available is not None and wanted and self.next_serial >= available
 
     @property
     def full(self) -> bool:
-        """Return whether every step had its prompts when one was asked for last."""
+        """Return whether every step had its prompts at the last call of ``issue``."""
         return self._lowest > self.steps
 
     def note(self, *, serial: int, step: int) -> None:
@@ -74,46 +77,46 @@ class PromptAssignment:
         self.next_serial = max(self.next_serial, serial + 1)
 
     def skip(self, serial: int) -> None:
-        """Record that a serial that was issued gets no rows: its step is short of a prompt again."""
+        """Record that an issued serial gets no rows; its step lacks a prompt again."""
         self.finish(serial)
         self.exclude(serial)
 
     def finish(self, serial: int) -> bool:
-        """Record that the group was generated, and that it is decided what becomes of it; False: it was recorded."""
+        """Record that the group was generated and decided. Return False if that was recorded before."""
         if serial in self._finished:
             return False
         self._finished.add(serial)
         step = self._step_of[serial]
         self._undecided[step] = max(0, self._undecided[step] - 1)
-        self._no_longer_out(serial)
+        self._remove_out(serial)
         return True
 
     def out(self, serials: Iterable[int]) -> None:
-        """Record that these prompts were put: until they are finished, others may take their place (``late``)."""
+        """Record that these prompts were put: until they are finished, other groups may take their steps (``late``)."""
         for serial in serials:
             if serial not in self._finished:
                 self._out.setdefault(self._step_of[serial], set()).add(serial)
 
     def late(self, serial: int, *, alike: Callable[[int], object]) -> tuple[int, int] | None:
-        """Return the step to which a finished group may go that is early, and the group there that is late.
+        """Return the step to which a finished group may move, and a late group of that step to exchange with.
 
-        It is the lowest step that still waits for a group, of those below the group's own to which ``alike`` says the
-        same; None where there is none. Prompts that an earlier driver put are never late.
+        The step is the lowest one with an unfinished group that is below the group's own step and has the same
+        ``alike``. None if there is no such step. Prompts that an earlier driver put are never late.
         """
         own = self._step_of[serial]
         steps = [step for step in self._out if step < own and alike(step) == alike(own)]
         return (min(steps), max(self._out[min(steps)])) if steps else None
 
     def exchange(self, serial: int, late: int) -> None:
-        """Record that a finished group and an unfinished one have changed their steps."""
+        """Record that a finished group and an unfinished one have exchanged their steps."""
         own, step = self._step_of[serial], self._step_of[late]
-        self._no_longer_out(late)
+        self._remove_out(late)
         self._step_of[serial], self._step_of[late] = step, own
         self._undecided[step] -= 1
         self._undecided[own] += 1
         self.out([late])
 
-    def _no_longer_out(self, serial: int) -> None:
+    def _remove_out(self, serial: int) -> None:
         step = self._step_of[serial]
         out = self._out.get(step, set()) - {serial}
         if out:
@@ -122,7 +125,7 @@ class PromptAssignment:
             self._out.pop(step, None)
 
     def exclude(self, serial: int) -> bool:
-        """Record that the group was filtered or dropped: its step lacks a prompt again; False: it was recorded."""
+        """Record that the group was filtered or dropped; its step lacks a prompt. Return False if recorded before."""
         if serial in self._excluded:
             return False
         self._excluded.add(serial)
@@ -134,9 +137,10 @@ class PromptAssignment:
     def restore(
         self, steps: Mapping[int, LedgerStep], *, committed: int, next_serial: int, missing: Iterable[int]
     ) -> None:
-        """Take over what the ledger knows: ``missing`` serials, which were never created, come first.
+        """Restore the state from the ledger.
 
-        committed: the last step of those that are full for ever; next_serial: one above the highest created.
+        committed: last committed step: all steps up to it are complete; next_serial: one above the highest created
+        serial; missing: lower serials that were never created; they are issued first.
         """
         for step in range(1, committed + 1):
             self._counted[step] = self.prompts_per_step
@@ -151,27 +155,27 @@ class PromptAssignment:
 
     @property
     def running(self) -> int:
-        """Prompts issued of which it is not decided yet what becomes of their groups."""
+        """Number of issued prompts whose groups are not decided yet."""
         return self._undecided.total()
 
     def complete(self, step: int) -> bool:
-        """Return whether the step has all its prompts, and what becomes of each group is decided."""
+        """Return whether the step has all its prompts and all its groups are decided."""
         return self._counted[step] >= self.prompts_per_step and not self._undecided[step]
 
     def lacks(self, step: int) -> int:
-        """Return how many prompts of the step are not issued yet, or have to be replaced."""
+        """Return the number of prompts of the step that are not issued yet or must be replaced."""
         return max(0, self.prompts_per_step - self._counted[step])
 
     @property
     def dispatched(self) -> int:
-        """Prompts given out that are neither filtered nor dropped."""
+        """Number of issued prompts that are neither filtered nor dropped."""
         return self._counted.total()
 
     def complete_together(self, steps: Sequence[int]) -> bool:
-        """Return whether samples may go on that are trained once all of ``steps`` are complete; those of one always."""
+        """Return whether the samples of ``steps`` may be passed on: all steps are complete, or there is only one."""
         return len(steps) <= 1 or all(map(self.complete, steps))
 
     def unfinished(self, *, trained_step: int) -> set[int]:
-        """Return the steps after ``trained_step`` that have had prompts, and the one that gets the next."""
-        begun = {step for step in self._counted if step > trained_step}
-        return begun | set(islice(filter(self.lacks, range(trained_step + 1, self.steps + 1)), 1))
+        """Return the steps after ``trained_step`` that have had prompts, and the step that gets the next prompt."""
+        started = {step for step in self._counted if step > trained_step}
+        return started | set(islice(filter(self.lacks, range(trained_step + 1, self.steps + 1)), 1))

@@ -1,7 +1,7 @@
-"""Claims of an instance: when and for how many rows it asks, and which whole groups of those that are ready it gets.
+"""Size of the claims of an instance, and the choice of whole ready groups for a claim.
 
-Invariant: groups are given in their order, none is passed over for a later one that would fit, and where any are ready
-at least one is given.
+Invariant: groups are taken in their order; no group is skipped because a following one would fit; if any group is
+ready, at least one is taken.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Final, TypeVar
 R = TypeVar("R")
 
 PARKED_S: Final = 0.05
-"""Seconds after which a claim of evaluation rows has found none."""
+"""Seconds after which a claim of evaluation rows returns without rows."""
 ENDED_S: Final = 1.0
-"""Seconds after which a partition that has ended is asked again: it answers at once, and may have been reset."""
+"""Seconds between claims from a partition that has ended: it answers immediately, and may have been reset since."""
 _BACKLOG = 4
-"""Samples generated and not delivered, in times the slots, beyond which nothing is claimed."""
+"""Most generated and undelivered samples per slot; an instance that has more claims nothing."""
 
 
 def claims_more(*, backlog: int, slots: int) -> bool:
-    """Return whether an instance claims at all. backlog: samples that it has generated and not delivered."""
+    """Return whether an instance may claim rows. backlog: samples that it has generated and not delivered."""
     return backlog <= _BACKLOG * slots
 
 
 def rows_at_once(wanted: int, *, slots: int) -> int:
-    """Return how many rows of those wanted to ask for: instances that ask together so share what there is."""
+    """Return the number of rows of one claim: a part of the wanted ones, so that instances share the ready rows."""
     return min(wanted, max(1, slots // 4))
 
 
 def whole_groups(ready: Iterable[Sequence[R]], *, most: int) -> list[Sequence[R]]:
-    """Return the first groups that have at most ``most`` rows together, or the first alone if it has more.
+    """Return the first groups that have at most ``most`` rows in total, or the first group alone if it has more.
 
-    ready: the rows of each that can be had, in the order of the groups; read only as far as needed.
+    ready: the rows of each ready group, in the order of the groups; read only as far as needed.
     """
     taken: list[Sequence[R]] = []
     count = 0

@@ -1,28 +1,28 @@
-"""Elastic policy, pure: how many rollouts there should be.
+"""Elastic policy: a pure function from measurements of a run to the number of rollouts it should have.
 
-Rollouts are added while the trainer waits for samples. With r rollouts that make g tokens a second and a trainer that
-waits for a share w of its time, training could take g / (1 - w); to leave it waiting for the share t there are
-g * ((1 - t) / (1 - w) - 1) tokens a second *missing*, and each further rollout makes g / r of them. Those that were
-added in vain are given back: where the longest sequence of a step, or the number of samples that may be on their way,
-holds up the trainer, more rollouts make no more tokens. No more are tried then as long as figures stay as they are.
+The policy adds rollouts while the trainer waits for samples. Let r rollouts generate g tokens per second, and let the
+trainer wait for a share w of its time: training could take g / (1 - w). To reduce its wait to the share t,
+g * ((1 - t) / (1 - w) - 1) tokens per second are *missing*, and each further rollout generates g / r of them. More
+rollouts do not help if the trainer is limited by the longest sequence of a step or by the number of samples that may be
+in flight. The policy then removes the useless rollouts, and adds none as long as the measurements stay the same.
 
-Rollouts are taken away while they have too little to do, which shows in two ways. If they have something to do for a
-share b of their time, b * r rollouts would have work all the time, and the trainer would not wait. Where a schedule
-keeps a fixed number of samples on their way, every rollout has something to do, and *slots stay free*: if the share s
-of all slots is in use, s * r rollouts hold as many sequences. How fast they are then is not known, so half of the way
-is gone at a time, and never again to a number that was too few for as many tokens a second. Between not waiting and
-waiting for the share t lies what figures vary by, so that what was taken away is not asked for again. Where finished
-samples pile up or grow old in the queue, rollouts are taken away one by one.
+The policy removes rollouts while they have too little work, of which there are two signs. If the rollouts have work for
+a share b of their time, b * r rollouts would be busy all the time, and the trainer would not wait. If the schedule
+keeps a fixed number of samples in flight, every rollout has some work but *slots stay free*: if the share s of all
+slots is in use, s * r rollouts can hold the running sequences. Their speed with fuller slots is unknown, so the policy
+goes half of the way at a time, and never again to a number that was too small for the same demand of tokens per second.
+It removes rollouts for free slots only if the trainer waits for less than half of t, so that a removed rollout is not
+added again because of noise. If finished samples accumulate or grow old in the queue, it removes rollouts one by one.
 
-To take one away has a price in tokens: prefixes of the sequences that it hands on, which are computed again, and what
-it would make while it starts, should it be asked for again. It is paid when that many tokens could have been made by
-those that have nothing to do (the rule of the ski rental, which never costs more than twice the best).
+The removal of a rollout costs tokens: the prefixes of the sequences that it hands on are computed again, and a rollout
+that is added again generates nothing while it starts. The policy removes it when one idle rollout could have generated
+that many tokens (ski-rental rule: at most twice the optimal cost).
 
-Every decision rests on figures of steps that were made with the present number of rollouts, and begins a new window of
-steps: what a change does is seen before the next one.
+Every decision uses measurements of steps with the current number of rollouts, and starts a new window of steps, so the
+effect of a change is measured before the next one.
 
-Invariant: the answer lies within ``least`` and ``most``, moves only in a direction that was wanted without a break
-for ``stabilization_s`` seconds, at most doubles and at most halves, and moves once a window.
+Invariant: the result is between ``least`` and ``most``, changes only in a direction that was recommended without a
+break for ``stabilization_s`` seconds, at most doubles or halves, and changes once per window.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Direction = Literal["more", "fewer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Measurements by which the elastic policy decides.
+    """Input of the elastic policy.
 
-    rollouts: how many there are now; ready: how many of them generate; step: the last one made; since: the step after
-    which the shares begin; wait_share: share of its time that the trainer waited for samples; busy_share: share of
-    their time in which rollouts had work; slot_share: share of their slots in use on average;
-    tokens_per_second: of all rollouts; handed_tokens: those of the sequences that one of them would hand on; start_s:
-    seconds until a new one generates; queued_steps: finished samples in the queue, in optimizer steps; lag: that of the
-    last step.
+    rollouts: current number of rollouts; ready: number of them that generate; step: last finished step; since: step
+    after which the measurement of the shares started; wait_share: share of its time that the trainer waited for
+    samples; busy_share: share of their time in which the rollouts had work; slot_share: mean share of their slots in
+    use; tokens_per_second: total of all rollouts; handed_tokens: tokens of the sequences that one rollout would hand
+    on; start_s: seconds from the start of a rollout until it generates; queued_steps: finished samples in the queue, in
+    optimizer steps; lag: lag of the last step.
     """
 
     rollouts: int
@@ -61,13 +61,13 @@ class Signals:
 
     @property
     def pace(self) -> float:
-        """Tokens a second of one rollout that has something to do, 0 where none has."""
+        """Tokens per second of one busy rollout, 0 if none is busy."""
         working = self.busy_share * self.ready
         return self.tokens_per_second / working if working > _ROUNDING else 0.0
 
     @property
     def demand(self) -> float:
-        """Tokens a second that training could take."""
+        """Tokens per second that training could take."""
         return _demand(self.tokens_per_second, self.wait_share)
 
 
@@ -77,7 +77,7 @@ def _demand(made: float, wait_share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A direction that is wanted since ``since`` (unix seconds)."""
+    """A recommended direction, and the unix time in seconds since which it has been recommended."""
 
     direction: Direction
     since: float
@@ -85,10 +85,11 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """``rollouts`` were too few, so ``tried`` were asked for.
+    """An increase of the number of rollouts from ``rollouts``, which were too few, to ``tried``.
 
-    made: tokens a second that they made, and ``pace`` that each of them made while it had something to do; wait_share:
-    of the trainer; missing: tokens a second that were missing; in_vain: whether ``tried`` made hardly more.
+    The other fields describe the state before the increase. made: tokens per second of all rollouts; pace: tokens per
+    second of one busy rollout; wait_share: share of its time that the trainer waited; missing: missing tokens per
+    second. in_vain: whether ``tried`` rollouts generated hardly more.
     """
 
     rollouts: int
@@ -101,29 +102,29 @@ class Shortage:
 
     @property
     def demand(self) -> float:
-        """Tokens a second that training could take."""
+        """Tokens per second that training could take."""
         return _demand(self.made, self.wait_share)
 
     def least(self, demand: float) -> int:
-        """Return the fewest rollouts that may be enough for ``demand`` tokens a second."""
+        """Return the least number of rollouts that may be enough for ``demand`` tokens per second."""
         if self.demand <= 0:
             return 0
         return math.floor(self.rollouts * demand / self.demand * _VARIES) + 1
 
     def was_in_vain(self, made: float) -> bool:
-        """Return whether those that were tried, which make ``made`` tokens a second, make hardly more."""
-        could = self.made * (self.tried / max(self.rollouts, 1) - 1.0)
-        return made - self.made < max(_HELPS * min(self.missing, could), _NOISE * self.made)
+        """Return whether the increase helped too little; made: tokens per second of ``tried`` rollouts."""
+        possible = self.made * (self.tried / max(self.rollouts, 1) - 1.0)
+        return made - self.made < max(_HELPS * min(self.missing, possible), _NOISE * self.made)
 
     def still(self, signals: Signals) -> bool:
-        """Return whether figures are about those of that time."""
+        """Return whether the measurements are similar to the ones before the increase."""
         similar = self.made / _SIMILAR <= signals.tokens_per_second <= self.made * _SIMILAR
         return similar and abs(signals.wait_share - self.wait_share) < _SIMILAR_WAIT
 
 
 @dataclass(frozen=True, slots=True)
 class SignalWindow:
-    """State kept between two decisions: ``rollouts`` have been there since ``step``, and all were ready then."""
+    """State kept between two decisions: the number of rollouts has been ``rollouts`` since ``step``."""
 
     rollouts: int
     step: int
@@ -133,7 +134,9 @@ class SignalWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """The policy. wait_share, queued_steps, lag: above which it acts; stabilization_s: how long it only recommends."""
+    """The policy. wait_share, queued_steps, lag: limits above which it acts; stabilization_s: seconds for which a
+    direction must be recommended before the number changes.
+    """
 
     least: int
     most: int
@@ -143,7 +146,7 @@ class Elasticity:
     stabilization_s: float
 
     def wanted(self, signals: Signals, *, shortage: Shortage | None = None) -> int:
-        """Return the rollouts that would suit ``signals``, were they to stay as they are."""
+        """Return the number of rollouts that fits ``signals``, if these do not change."""
         now = self.within(signals.rollouts)
         if signals.wait_share > self.wait_share:
             return now if signals.queued_steps >= 1 else self.within(self._more(now, signals, shortage))
@@ -155,9 +158,7 @@ class Elasticity:
         return self.within(min(now, fewer, self._occupied(now, signals, shortage)))
 
     def follow(self, signals: Signals, *, window: SignalWindow | None, now: float) -> tuple[int | None, SignalWindow]:
-        """Return the rollouts to have from ``now`` (unix seconds) on, None while that is not decided, and the window to
-        bring along next time.
-        """
+        """Return the number of rollouts from ``now`` (unix seconds) on, None while undecided, and the next window."""
         current, shortage = self.within(signals.rollouts), window.shortage if window is not None else None
         wanted = self.wanted(signals, shortage=shortage)
         fresh = SignalWindow(current, signals.step, shortage=shortage)
@@ -190,20 +191,20 @@ class Elasticity:
         return wanted, SignalWindow(wanted, signals.step, shortage=shortage)
 
     def within(self, rollouts: int) -> int:
-        """Return the number nearest to ``rollouts`` that is allowed."""
+        """Return the allowed number nearest to ``rollouts``."""
         return max(self.least, min(rollouts, self.most))
 
     def _missing(self, signals: Signals) -> float:
-        """Return the tokens a second that are missing."""
+        """Return the missing tokens per second."""
         return max(0.0, signals.demand * (1.0 - self.wait_share) - signals.tokens_per_second)
 
     def _more(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
-        """Return the rollouts that make the missing tokens too, at most twice as many; those that there were where more
-        make no more.
+        """Return the number of rollouts that also generate the missing tokens, at most twice as many; the number before
+        the last increase (at least half of ``rollouts``) if the increase was in vain.
         """
         if shortage is not None and shortage.rollouts <= rollouts <= signals.ready:
-            judged = rollouts == shortage.tried and shortage.was_in_vain(signals.tokens_per_second)
-            if shortage.still(signals) if shortage.in_vain else judged:
+            failed = rollouts == shortage.tried and shortage.was_in_vain(signals.tokens_per_second)
+            if shortage.still(signals) if shortage.in_vain else failed:
                 return max(shortage.rollouts, math.ceil(rollouts / 2))
         twice = 2 * max(rollouts, 1)
         if signals.tokens_per_second <= 0:
@@ -212,28 +213,31 @@ class Elasticity:
         return min(twice, balanced(signals.rollouts, wait_share=waits, busy_share=busy, target=self.wait_share))
 
     def _occupied(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
-        """Return the rollouts that would have something to do all the time, at least half as many."""
+        """Return the number of rollouts that would be busy all the time, at least half as many as now."""
         needed = math.ceil(signals.busy_share * min(signals.ready, rollouts) - _ROUNDING)
         if shortage is not None and signals.pace:
             needed = max(needed, min(shortage.least(signals.demand * shortage.pace / signals.pace), rollouts))
         return max(needed, math.ceil(rollouts / 2))
 
     def _fitting(self, rollouts: int, signals: Signals) -> int:
-        """Return the rollouts half way to those whose slots hold what runs; all while the trainer waits a little."""
+        """Return the number half way to the rollouts whose slots hold all running sequences.
+
+        Return ``rollouts`` if the trainer waits for more than half of the allowed share.
+        """
         holding = math.ceil(signals.slot_share * min(signals.ready, rollouts) - _ROUNDING)
         if holding >= rollouts or signals.wait_share > self.wait_share / 2:
             return rollouts
         return rollouts - max(1, (rollouts - holding) // 2)
 
     def _pays(self, signals: Signals, seconds: float) -> bool:
-        """Return whether one rollout could have made the tokens that its drain costs in so many seconds."""
+        """Return whether one rollout could have generated, in ``seconds``, the tokens that its removal costs."""
         return signals.pace * (seconds - signals.start_s) >= signals.handed_tokens or not signals.pace
 
 
 def balanced(rollouts: int, *, wait_share: float, busy_share: float, target: float) -> int:
-    """Return the rollouts that would balance, without bounds, were each to make as many tokens as now.
+    """Return the number of rollouts that balances generation and training, if each stays as fast as now; not bounded.
 
-    wait_share, busy_share: as in ``Signals``; target: the share of its time that the trainer is to wait.
+    wait_share, busy_share: as in ``Signals``; target: share of its time that the trainer may wait.
     """
     if wait_share <= target:
         return max(1, math.ceil(busy_share * rollouts - _ROUNDING))
@@ -242,14 +246,14 @@ def balanced(rollouts: int, *, wait_share: float, busy_share: float, target: flo
 
 
 _ROUNDING = 1e-6
-"""Error that a share of seconds may have, so that it does not ask for one rollout more."""
+"""Rounding error of a share that must not increase the number of rollouts by one."""
 _VARIES = 1.1
-"""By how much a demand varies that has not changed."""
+"""Factor by which an unchanged demand varies."""
 _NOISE = 0.025
-"""Part of the tokens made a second below which a difference is none."""
+"""Part of the tokens per second below which a difference counts as noise."""
 _HELPS = 0.25
-"""Least part of the tokens that were expected of further rollouts for them not to be in vain."""
+"""Least part of the expected further tokens for an increase not to be in vain."""
 _SIMILAR, _SIMILAR_WAIT = 1.25, 0.1
-"""By how much tokens a second, and the share that the trainer waits, differ where nothing has changed."""
+"""Ratio of the tokens per second, and difference of the wait share, within which measurements are similar."""
 _ALWAYS = 0.999
-"""Share of its time above which a trainer waits always, whatever it could take."""
+"""Upper bound of the wait share in a demand, which would be infinite for a trainer that waits all the time."""

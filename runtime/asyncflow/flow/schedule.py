@@ -1,10 +1,10 @@
 """Choice of the weight version that may generate the samples of step k.
 
-The whole of asynchrony is in one number, the *lag* η: D_k may begin under θ_{k-1-η} or newer. ``sync`` and ``periodic``
+One number, the *lag* η, determines the asynchrony: D_k may start under θ_{k-1-η} or newer. ``sync`` and ``periodic``
 have η = 0; ``delayed`` with ``swapAt: quota`` has η = 1 and allows that one version only (AsyncFlow §4.2.1: D_1 and D_2
-come from θ_0, D_k from θ_{k-2}); ``sequence`` and ``token`` allow everything from η = maxStaleness on.
+come from θ_0, D_k from θ_{k-2}); ``sequence`` and ``token`` have η = maxStaleness and allow every newer version too.
 
-Invariant: a sample of step k never begins under a version whose lag at its gradient, (k-1) - v, exceeds η.
+Invariant: a sample of step k never starts under a version whose lag at its gradient, (k-1) - v, exceeds η.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class VersionWindow(NamedTuple):
-    """The steps of the versions that may generate a row, both ends included."""
+    """The range of the versions that may generate a row, by step, both ends included."""
 
     oldest: int
     newest: int
@@ -30,9 +30,10 @@ class VersionWindow(NamedTuple):
 class Schedule:
     """Steps, versions and evaluations of one job.
 
-    steps: optimizer steps in all. lag: η, in optimizer steps. exact: only the oldest version of the window may
-    generate. sync_every: a version is published after so many steps. require_batches: so many steps are complete before
-    the first of them is trained. eval_every: evaluate each so many steps; 0 = first and last.
+    steps: number of optimizer steps of the job. lag: η, in optimizer steps. exact: only the oldest version of the
+    window may generate. sync_every: steps between two published versions. require_batches: number of consecutive steps
+    that must all be complete before the first of them is trained. eval_every: steps between two evaluations; 0: only
+    the first and the last version are evaluated.
     """
 
     steps: int
@@ -44,13 +45,13 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> Schedule:
-        """Return the schedule that a manifest asks for."""
+        """Return the schedule of a manifest."""
         every = spec.evaluation.every if spec.evaluation else 0
         return cls.by(spec.schedule, steps=spec.algorithm.steps, eval_every=every)
 
     @classmethod
     def by(cls, spec: ScheduleSpec, *, steps: int, eval_every: int) -> Schedule:
-        """Return the schedule of a job of ``steps`` that is evaluated each ``eval_every`` of them."""
+        """Return the schedule of a job of ``steps`` steps that is evaluated every ``eval_every`` steps."""
         return cls(
             steps=steps,
             lag=spec.lag,
@@ -61,12 +62,12 @@ class Schedule:
         )
 
     def window(self, step: int) -> VersionWindow:
-        """Return the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
+        """Return the versions that may generate D_step; the oldest is the first published one within the lag."""
         oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
         return VersionWindow(oldest, oldest if self.exact else NEWEST)
 
     def together(self, step: int) -> range:
-        """Return the steps of which all samples are there before the first of them is trained, ``step`` among them."""
+        """Return the steps, including ``step``, that must all be complete before the first of them is trained."""
         first = step - (step - 1) % self.require_batches
         return range(first, min(first + self.require_batches, self.steps + 1))
 
@@ -84,5 +85,5 @@ class Schedule:
         return [step for step in range(self.steps + 1) if self.evaluates(step)]
 
     def required(self, unfinished: set[int]) -> set[int]:
-        """Return the versions that the samples of unfinished steps still need exactly; none where newer ones serve."""
+        """Return the versions that unfinished steps need exactly; empty if newer versions will do."""
         return {self.window(step).oldest for step in unfinished} if self.exact else set()

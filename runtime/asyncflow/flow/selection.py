@@ -1,9 +1,10 @@
-"""Which rows come first: the selection of a task, by name, and the assignment of a slot's rows to ranks (``balance``).
+"""Order of a task's rows (its selection, by name), and the assignment of a slot's rows to ranks (``balance``).
 
-Free-running replicas of a task share its rows best when long ones come first (``longest``): what comes last evens out
-what is there, as in ``balance``. A package adds a selection as an entry point of the group ``asyncflow.selections``.
+Replicas of a task that run independently share its rows most evenly if long rows come first (``longest``): the short
+rows at the end even out the loads, as in ``balance``. A package adds a selection as an entry point of the group
+``asyncflow.selections``.
 
-Invariant: the same items give the same choice whatever happened before; no selection owns a clock or keeps a state.
+Invariant: the choice depends on the items alone, not on earlier calls; no selection has a clock or keeps state.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Final, NamedTuple
 from asyncflow.plugins import load_plugin
 
 _SWAPS = 4
-"""Most swaps for each rank after LPT; hardly ever as many."""
+"""Most swaps per rank after LPT; rarely reached."""
 
 _CLOSE = 200
-"""Ranks are even when they differ by less than this part of the heaviest."""
+"""Loads count as even if they differ by at most 1/200 of the heaviest."""
 
 
 class ReadyItem(NamedTuple):
     """A row, or a whole group, that is ready for a task.
 
-    step: the optimizer step that it belongs to; serial: of its prompt; sample: its number in the group, 0 for a group;
-    version: step of the oldest version that made a token of it; tokens: of prompt and response, of a group all
-    together.
+    step: the optimizer step that it belongs to; serial: the serial of its prompt; sample: its number in the group, 0
+    for a group; version: step of the oldest version that generated a token of it; tokens: number of tokens of prompt
+    and response, for a group the sum over its rows.
     """
 
     step: int
@@ -39,14 +40,14 @@ class ReadyItem(NamedTuple):
 
 
 class Selection(ABC):
-    """The order in which a task takes what is ready."""
+    """The order in which a task takes ready rows."""
 
     @abstractmethod
     def rank(self, item: ReadyItem) -> tuple[int, ...]:
-        """Return the place of a item: smaller ones come first, equal ones as they became ready.
+        """Return the sort key of an item: smaller keys come first, equal keys in the order in which they became ready.
 
-        All ranks have the same number of entries. Called once for each item, in the controller: it must be quick,
-        and a function of its argument alone.
+        All keys have the same length. The controller calls this once for each item, so it must be fast and depend on
+        its argument alone.
         """
 
 
@@ -78,7 +79,7 @@ class LongestFirst(Selection):
     """Most tokens first, within the oldest step: longest-processing-time scheduling (Graham, 1969)."""
 
     def rank(self, item: ReadyItem) -> tuple[int, ...]:
-        """Return the step, and the tokens downwards."""
+        """Return the step and the negative number of tokens."""
         return (item.step, -item.tokens)
 
 
@@ -93,17 +94,17 @@ _KNOWN: Final[Mapping[str, type[Selection]]] = {
 
 
 def selection_of(name: str, *, where: str) -> Selection:
-    """Return the selection of that name. Raises ManifestError, which names ``where``, where there is none."""
+    """Return the selection of that name. Raises ManifestError, which names ``where``, if there is none."""
     kind: type[Selection] = _KNOWN.get(name) or load_plugin(SELECTIONS, name, kind=Selection, where=where)
     return kind()
 
 
 def balance(weights: Sequence[int], *, ranks: int, budget: int, before: Sequence[int] = ()) -> list[list[list[int]]]:
-    """Deal items of ``weights`` to ``ranks`` so that all end with about the same; give what each does in each slot.
+    """Assign items of ``weights`` to slots and ``ranks`` so that all ranks have about the same total weight.
 
-    before: what each rank had already. budget: most weight of one rank in one slot; an item heavier than it goes alone.
-    Gives the indices of the items by slot and rank, in ascending order. Heavy ones come first, so what comes last evens
-    out what is there; a rank may have nothing in the last slots.
+    before: weight that each rank already has. budget: most weight of one rank in one slot; a heavier item has the slot
+    to itself. Returns the indices of the items by slot and rank, in ascending order. Heavy items are assigned first, so
+    the light ones even out the loads. A rank may have no items in the last slots.
     """
     shares, totals = _shares(weights, list(before) or [0] * ranks)
     _even_out(shares, totals, weights)
@@ -136,7 +137,10 @@ def _heaviest_first(indices: Iterable[int], weights: Sequence[int]) -> list[int]
 
 
 def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Return each item, heaviest first, to the rank that has least (LPT)."""
+    """Assign each item, heaviest first, to the rank with the least weight (LPT). Return the items and weights by rank.
+
+    Changes ``totals``, the weights that the ranks already have.
+    """
     shares: list[list[int]] = [[] for _ in totals]
     loads = [(total, rank) for rank, total in enumerate(totals)]
     heapq.heapify(loads)
@@ -149,7 +153,7 @@ def _shares(weights: Sequence[int], totals: list[int]) -> tuple[list[list[int]],
 
 
 def _even_out(shares: list[list[int]], totals: list[int], weights: Sequence[int]) -> None:
-    """Swap items between the ranks that have most and least, as long as that brings them closer."""
+    """Swap items between the heaviest and the lightest rank as long as that brings their weights closer."""
     for _ in range(_SWAPS * len(shares)):
         most = max(range(len(totals)), key=lambda rank: totals[rank])
         least = min(range(len(totals)), key=lambda rank: totals[rank])
@@ -158,16 +162,16 @@ def _even_out(shares: list[list[int]], totals: list[int], weights: Sequence[int]
         swap = _best_swap(shares[most], shares[least], totals[most] - totals[least], weights)
         if swap is None:
             return
-        given, taken = swap
-        gain = weights[given] - weights[taken]
-        shares[most][shares[most].index(given)] = taken
-        shares[least][shares[least].index(taken)] = given
+        heavy, light = swap
+        gain = weights[heavy] - weights[light]
+        shares[most][shares[most].index(heavy)] = light
+        shares[least][shares[least].index(light)] = heavy
         totals[most] -= gain
         totals[least] += gain
 
 
 def _best_swap(most: list[int], least: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
-    """Return the pair whose difference comes closest to half of ``gap``; None where no swap makes it smaller."""
+    """Return the pair whose difference is closest to half of ``gap``; None if no swap makes the gap smaller."""
     light = sorted(least, key=lambda index: (weights[index], index))
     sizes = [weights[index] for index in light]
     best: tuple[int, int, int] | None = None

@@ -1,10 +1,11 @@
-"""Which samples make the trainer's next slot: one micro-batch for each rank.
+"""Choice of the samples of the trainer's next slot: one micro-batch for each rank.
 
-Ranks get about the same weight over the whole step (``flow.selection.balance``); a group goes to one rank in one slot
-where that is asked for, and where its rows share their prompt's tokens as many of them as the budget allows.
+Ranks get about the same weight over the whole step (``flow.selection.balance``). If the request keeps groups whole,
+each group goes to one rank in one slot. If the rows of a group share the tokens of their prompt, as many of them stay
+together as the budget allows.
 
-Invariants: a rank's part of a slot is within the budget unless it is a single row, or a single group where groups stay
-whole; the same rows in the same order give the same slot.
+Invariants: a rank's part of a slot is within the budget unless it is a single row, or a single group that must stay
+whole; the same rows in the same order produce the same slot.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from asyncflow.flow.selection import balance
 
 SLOT_TOKENS: Final = 4096
-"""Most tokens of a rank's part of a slot, where neither the manifest nor a device's memory decides it."""
-_AHEAD = 8
-"""Slots that are dealt together, so that the ranks come out even."""
+"""Most tokens of a rank's part of a slot, if neither the manifest nor a device's memory determines it."""
+_LOOKAHEAD = 8
+"""Slots that are assigned together, so that the loads of the ranks are even."""
 _BY_KEY: Final = attrgetter("group.serial", "sample")
 _EVEN = 1.03
-"""Ranks are even when the heaviest has at most this much of the mean; beyond, groups that may be cut are cut."""
+"""Ratio of the heaviest rank to the mean up to which loads count as even; above it, groups are split if allowed."""
 _MOST_CUTS = 2
-"""Most such cuts for each rank."""
+"""Most such splits per rank."""
 
 
 class TrainedRow(Protocol):
-    """A sample as it is dealt; also its group's ``serial`` and its own number ``sample`` are read, for the order."""
+    """A sample to be assigned to a slot. The order also depends on its group's ``serial`` and its own ``sample``."""
 
     @property
     def group(self) -> Any:
-        """The group, a hashable that has a ``serial``."""
+        """The group: a hashable object that has a ``serial``."""
 
     @property
     def tokens(self) -> int:
@@ -43,17 +44,17 @@ class TrainedRow(Protocol):
 
     @property
     def weight(self) -> int:
-        """Tokens of both, at least 1."""
+        """Tokens of prompt and response, at least 1."""
 
 
 R = TypeVar("R", bound=TrainedRow)
 
 
 class SlotRequest(NamedTuple):
-    """The request for which slots are dealt.
+    """The request for a slot.
 
-    tokens: most weight of one rank's part of a slot; groups: whether they stay whole; shared: whether the rows of a
-    group that are in one slot share the tokens of their prompt.
+    world: number of ranks; tokens: most weight of one rank's part of a slot; groups: whether groups stay whole; shared:
+    whether the rows of a group that are in one slot share the tokens of their prompt.
     """
 
     world: int
@@ -73,41 +74,41 @@ def weight_of(rows: Sequence[TrainedRow], *, shared: bool) -> int:
 
 
 def next_slot(
-    left: Sequence[R], ready: Iterable[Sequence[R]], asked: SlotRequest, *, before: Sequence[int], complete: bool
+    left: Sequence[R], ready: Iterable[Sequence[R]], request: SlotRequest, *, before: Sequence[int], complete: bool
 ) -> list[list[R]]:
-    """Return the rows of each rank in the next slot, by key; nothing where there are none.
+    """Return the rows of each rank in the next slot, sorted by key; empty if there are no rows.
 
-    left: rows of groups that slots before began; ready: the rows of each further group, in the order in which they may
-    be taken, read only as far as needed; before: what each rank has had of the step; complete: whether all groups of
-    the step are among these.
+    left: remaining rows of groups that are partly in earlier slots; ready: the rows of each further group, in the order
+    in which they may be taken, read only as far as needed; before: weight that each rank already has in this step;
+    complete: whether ``left`` and ``ready`` contain all remaining groups of the step.
     """
     by_group: dict[Hashable, list[R]] = {}
     for row in left:
         by_group.setdefault(row.group, []).append(row)
-    parts = [part for rows in by_group.values() for part in _parts(rows, asked)]
-    load = weight_of(left, shared=asked.shared)
+    parts = [part for rows in by_group.values() for part in _parts(rows, request)]
+    load = weight_of(left, shared=request.shared)
     for rows in ready:
-        if load >= _AHEAD * asked.world * asked.tokens:
+        if load >= _LOOKAHEAD * request.world * request.tokens:
             complete = False
             break
-        parts += _parts(rows, asked)
-        load += weight_of(rows, shared=asked.shared)
+        parts += _parts(rows, request)
+        load += weight_of(rows, shared=request.shared)
     if not parts:
         return []
-    slot = _deal(parts, asked, before=before, cut=complete)[0]
-    return [sorted([row for part in given for row in part], key=_BY_KEY) for given in slot]
+    slot = _assign(parts, request, before=before, cut=complete)[0]
+    return [sorted([row for part in assigned for row in part], key=_BY_KEY) for assigned in slot]
 
 
-def _parts(rows: Sequence[R], asked: SlotRequest) -> list[Sequence[R]]:
-    """Return rows of one group as they are to be dealt: all together, each alone, or as many as fit into a slot."""
-    if asked.groups:
+def _parts(rows: Sequence[R], request: SlotRequest) -> list[Sequence[R]]:
+    """Return the parts of one group to assign as units: all rows, single rows, or as many rows as fit into a slot."""
+    if request.groups:
         return [rows]
-    if not asked.shared:
+    if not request.shared:
         return [[row] for row in rows]
     parts: list[list[R]] = []
     load = 0
     for row in rows:
-        if not parts or load + row.response_tokens > asked.tokens:
+        if not parts or load + row.response_tokens > request.tokens:
             parts.append([])
             load = row.tokens
         parts[-1].append(row)
@@ -115,35 +116,35 @@ def _parts(rows: Sequence[R], asked: SlotRequest) -> list[Sequence[R]]:
     return [*parts]
 
 
-def _deal(
-    parts: list[Sequence[R]], asked: SlotRequest, *, before: Sequence[int], cut: bool
+def _assign(
+    parts: list[Sequence[R]], request: SlotRequest, *, before: Sequence[int], cut: bool
 ) -> list[list[list[Sequence[R]]]]:
-    """Deal parts to slots and ranks.
+    """Assign parts to slots and ranks.
 
-    cut: groups that may be cut are, as long as ranks are uneven and it makes the heaviest lighter.
+    cut: whether to split shared groups as long as the ranks are uneven and a split makes the heaviest rank lighter.
     """
-    cuts = _MOST_CUTS * asked.world if cut and asked.shared and not asked.groups else 0
+    cuts = _MOST_CUTS * request.world if cut and request.shared and not request.groups else 0
     best: list[list[list[Sequence[R]]]] = []
     lightest = 0
     for left in range(cuts, -1, -1):
-        weights = [weight_of(part, shared=asked.shared) for part in parts]
-        dealt = balance(weights, ranks=asked.world, budget=asked.tokens, before=before)
-        loads = [had + sum(weights[i] for slot in dealt for i in slot[rank]) for rank, had in enumerate(before)]
-        most, mean = max(loads), sum(loads) / asked.world
+        weights = [weight_of(part, shared=request.shared) for part in parts]
+        slots = balance(weights, ranks=request.world, budget=request.tokens, before=before)
+        loads = [load + sum(weights[i] for slot in slots for i in slot[rank]) for rank, load in enumerate(before)]
+        most, mean = max(loads), sum(loads) / request.world
         if best and most >= lightest:
             break
-        best = [[[parts[i] for i in indices] for indices in slot] for slot in dealt]
+        best = [[[parts[i] for i in indices] for indices in slot] for slot in slots]
         lightest = most
         heaviest = loads.index(most)
-        own = [i for slot in dealt for i in slot[heaviest] if len(parts[i]) > 1]
-        if not left or most <= _EVEN * mean or not own:
+        divisible = [i for slot in slots for i in slot[heaviest] if len(parts[i]) > 1]
+        if not left or most <= _EVEN * mean or not divisible:
             break
-        parts = _cut(parts, max(own, key=weights.__getitem__), surplus=most - mean)
+        parts = _cut(parts, max(divisible, key=weights.__getitem__), surplus=most - mean)
     return best
 
 
 def _cut(parts: Sequence[Sequence[R]], index: int, *, surplus: float) -> list[Sequence[R]]:
-    """Return the parts with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
+    """Return the parts with one of them split in two; the second has about ``surplus`` tokens without its prompt."""
     rows, load = list(parts[index]), 0
     split = len(rows)
     while split > 1 and (split == len(rows) or load + rows[split - 1].response_tokens / 2 <= surplus):

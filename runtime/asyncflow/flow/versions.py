@@ -1,8 +1,8 @@
-"""Which version of the weights an instance fetches next.
+"""Choice of the version of the weights that an instance fetches next.
 
-Invariant: what is waited for comes first; a version that is older than all that is held is fetched only where somebody
-waits for it or unfinished work needs it; an unfinished transfer is given up for a newer version only if no unfinished
-step needs it.
+Invariants: a version that a caller waits for comes first; a version older than all held ones is fetched only if a
+caller waits for it or unfinished work needs it; an unfinished transfer is abandoned for a newer version only if no
+unfinished step needs it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from asyncflow.identity import Version
 
 
 class VersionOffer(Protocol):
-    """The versions that can be had."""
+    """The versions that are available."""
 
     @property
     def required(self) -> Collection[int]:
-        """The steps that unfinished work needs."""
+        """The steps of the versions that unfinished work needs."""
 
     def find(self, step: int) -> Version | None:
-        """Return the version of ``step`` that can be had, that of the newest attempt, or None."""
+        """Return the available version of ``step`` from the newest attempt, or None."""
 
 
 def next_version(
@@ -32,10 +32,10 @@ def next_version(
     asked: Iterable[int],
     wanted: int | None,
 ) -> Version | None:
-    """Return the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
+    """Return the version to fetch now, which may be the unfinished one; None: keep the transfer that runs, if any.
 
-    asked: steps that are waited for, in that order; wanted: the step that the worker's policy names. A version
-    older than all that is held is fetched only when its step is asked for or required.
+    asked: steps that callers wait for, in that order; wanted: the step that the worker's policy names. A version
+    older than all held ones is fetched only if its step is asked for or required.
     """
     for step in asked:
         version = offer.find(step)
