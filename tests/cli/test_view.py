@@ -273,11 +273,11 @@ def test_a_job_that_pauses_shows_the_first_traceback():
     first = "raised: Traceback (most recent call last):\n  File 'mine.py', line 3, in score\nKeyError: 'x'"
     rewards = RewardState(failed={"raised": 9}, first_failure=first)
     failing = RUNNING.model_copy(update={"rewards": rewards})
-    paused = failing.model_copy(update={"phase": "Paused", "waiting_for": "the reward to be mended"})
+    paused = failing.model_copy(update={"phase": "Paused", "waiting_for": "the reward to be fixed"})
     assert progress_lines(failing, paused) == [
         "phase paused",
         f"the first sample without a reward: {first}",
-        "waiting for the reward to be mended",
+        "waiting for the reward to be fixed",
     ]
     assert progress_lines(paused, paused) == []
     shown = rendered(screen(frame(paused)))

@@ -87,8 +87,8 @@ class Bench:
         self.dues.append(step)
         self.changes.notify()
 
-    def begin_anew(self) -> None:
-        self.evaluation.begin_anew()
+    def restart(self) -> None:
+        self.evaluation.restart()
         self.changes.notify()
 
     async def claim(self, rows: int) -> list[LeasedRow]:
@@ -162,7 +162,7 @@ async def test_what_another_history_has_answered_does_not_count(tmp_path: Path) 
         old = await at.claim(6)
         assert all(await at.answer(old[:5], right=True))
         await at.counted(5)
-        at.begin_anew()
+        at.restart()
         new = sorted(await at.claim(6), key=lambda row: row.meta.key != old[5].meta.key)
         assert await at.answer(old[5:], right=True) == [False]
         assert all(await at.answer(new[:1], right=False))
@@ -217,7 +217,7 @@ async def test_one_that_was_recorded_can_be_made_again(tmp_path: Path) -> None:
         await at.answer(await at.claim(6), right=True)
         at_first = list(await at.recorded(1))
         at.results.clear()
-        at.begin_anew()
+        at.restart()
         await at.answer(await at.claim(6), right=False)
         assert [result.accuracy for result in [*at_first, *await at.recorded(1)]] == [1.0, 0.0]
 

@@ -396,8 +396,8 @@ async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Pa
         excluded=lambda _: True,
         **AT_ONCE,
     )
-    groups._exclude(7, TOO_FEW_REWARDS, mend="the reward")
-    assert "group 7 goes no further" in tally.paused
+    groups._exclude(7, TOO_FEW_REWARDS, part="the reward")
+    assert "group 7 is dropped" in tally.paused
     assert "deterministic" in tally.paused
 
 

@@ -11,7 +11,7 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus, TaskState
 from asyncflow.api.versions import LAG_BUCKETS
-from asyncflow.driver.instances import Heard, cause, fleets, histogram, task_states, versions_state
+from asyncflow.driver.instances import LastHeartbeat, cause, fleets, histogram, task_states, versions_state
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
@@ -42,7 +42,7 @@ def at(**steps: int) -> dict[str, Any]:
         (at(version=4, staged=5) | {"running": 0}, 1.0, "θ_5 is here; about to swap"),
         (at(version=4, staged=5, receiving=6) | {"running": 1}, 4.2, "no heartbeat for 4 s"),
         (at(version=4) | {"draining": True}, 0.1, "draining"),
-        (at(version=4) | {"staged": -1, "receiving": -1}, 0.1, "has not begun to receive a newer version"),
+        (at(version=4) | {"staged": -1, "receiving": -1}, 0.1, "has not started to receive a newer version"),
     ],
 )
 def test_a_cause_is_what_the_last_heartbeat_tells(status: dict[str, Any], silent_s: float, why: str) -> None:
@@ -77,7 +77,7 @@ def test_of_a_thousand_instances_each_version_is_counted_and_the_state_stays_sma
 
 
 def test_the_followers_of_each_weight_sync_are_told_apart_and_the_largest_fleets_are_told() -> None:
-    def follower(index: int, version: int, **info: str) -> Heard:
+    def follower(index: int, version: int, **info: str) -> LastHeartbeat:
         member = Member(role="follower", index=index, incarnation=f"follower-{index}-a", info=info)
         return member, at(version=version), 0.0
 

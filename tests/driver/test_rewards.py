@@ -61,13 +61,13 @@ def test_a_pause_shows_the_first_that_failed_as_most_did() -> None:
     assert "The first: KeyError: 'a'" in made.paused
 
 
-def test_a_pause_says_whether_the_reward_or_a_task_is_to_be_mended() -> None:
+def test_a_pause_says_whether_the_reward_or_a_task_is_to_be_fixed() -> None:
     made = tally(needed=4)
     made.take(row("raised", "of the reward"), step=1)
     for _ in range(2):
         made.take(row("judge: raised", "of the task"), step=1)
-    assert made.paused.startswith("the task judge to be mended: 3 of 3 samples")
-    assert "mend the task judge and resume" in made.paused
+    assert made.paused.startswith("the task judge to be fixed: 3 of 3 samples")
+    assert "fix the task judge and resume" in made.paused
     assert made.first_failure == "judge: raised: of the task"
 
 
@@ -79,7 +79,7 @@ def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> N
     assert made.failed == {"timeout": 8}
     for _ in range(9):
         made.take(row("raised"), step=1)
-    assert made.paused.startswith("the reward to be mended: 9 of 17 samples")
+    assert made.paused.startswith("the reward to be fixed: 9 of 17 samples")
 
 
 def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
@@ -89,7 +89,7 @@ def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
             made.take(row("raised"), step=step)
     assert not made.paused
     made.take(row("raised"), step=1)
-    assert made.paused.startswith("the reward to be mended: 3 of 3 samples of step 1")
+    assert made.paused.startswith("the reward to be fixed: 3 of 3 samples of step 1")
     made.resume()
     made.take(row("raised"), step=1)
     assert not made.paused
@@ -113,7 +113,7 @@ def test_a_step_that_was_trained_is_judged_anew_where_it_is_made_again() -> None
         made.take(row("raised"), step=1)
     assert not made.paused
     made.take(row("raised"), step=1)
-    assert made.paused.startswith("the reward to be mended: 3 of 3 samples of step 1")
+    assert made.paused.startswith("the reward to be fixed: 3 of 3 samples of step 1")
 
 
 def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:

@@ -19,7 +19,7 @@ from asyncflow.data.base import Prompt
 from asyncflow.driver.evaluation import EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup
 from asyncflow.driver.sample_files import SAMPLES, Format, SampleText, read_step, sample_files, write_samples
-from asyncflow.driver.samples import Choice, Grounds, SampleCollector, rank_of
+from asyncflow.driver.samples import Choice, Criteria, SampleCollector, rank_of
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
@@ -49,10 +49,10 @@ def test_a_choice_made_bit_by_bit_is_the_choice_among_all(
     parts: list[dict[tuple[int, int], float]], drawn: int, extremes: int, seed: int
 ) -> None:
     choice = Choice(drawn=drawn, extremes=extremes)
-    known: dict[tuple[int, int], Grounds] = {}
-    every: dict[tuple[int, int], Grounds] = {}
+    known: dict[tuple[int, int], Criteria] = {}
+    every: dict[tuple[int, int], Criteria] = {}
     for part in parts:
-        new = {key: Grounds(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
+        new = {key: Criteria(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
         every |= new
         known |= new
         known = {key: known[key] for key in choice.of(known)}

@@ -110,7 +110,7 @@ def test_a_job_that_begins_without_rollouts_says_so(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, ["rollout.replicas=0", "rollout.minReplicas=0"]).spec
     there = {"controller": 1, "storage": 2, "trainer": 1}
     assert (
-        words(tmp_path, spec=spec, members=there) == "1 rollout (the job began with rollout.replicas: 0; scale it up)"
+        words(tmp_path, spec=spec, members=there) == "1 rollout (the job started with rollout.replicas: 0; scale it up)"
     )
 
 

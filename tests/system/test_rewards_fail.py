@@ -108,7 +108,7 @@ def test_a_job_whose_rewards_mostly_fail_pauses_and_goes_on_when_they_are_mended
     assert "samples of step" in status["waitingFor"]
     assert "KeyError: 'no answer for" in status["waitingFor"]
     assert "Traceback" in status["rewards"]["firstFailure"]
-    said = said_until(run, b"waiting for the reward to be mended")
+    said = said_until(run, b"waiting for the reward to be fixed")
     assert direct(place / "run", "/v1/suspend", certificate="operator-0") == 202
     run.communicate(timeout=100)
     assert run.returncode == 0, said.decode()

@@ -1,1 +1,1 @@
-"""The driver: data, admission, groups, evaluation, progress. Its state is the ledger plus the last checkpoint."""
+"""The driver: data, admission, groups, evaluation and progress. It restores its state from the ledger and its files."""

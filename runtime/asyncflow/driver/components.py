@@ -1,9 +1,9 @@
-"""Means of the components of a reward, over the samples that a step trains.
+"""Means of the components of a reward over the samples that a step trains.
 
-The values travel as tags of the rows, so the driver has them when it decides about a group.
+The values travel as tags of the rows, so the driver has them when it decides a group.
 
-Invariants: a group counts once in a step, however often it is decided; the means of a step that was decided in part by
-an earlier driver are those of the groups that this one decided.
+Invariants: a group counts once per step, even if it is decided repeatedly; if an earlier driver decided some groups of
+a step, the means of that step include only the groups that this driver decided.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rewards.wire import COMPONENT
 
 _MOST_STEPS: Final = 64
-"""Steps that are remembered: a trainer that begins again trains those after its checkpoint once more."""
+"""Number of steps kept: a restarted trainer trains the steps after its checkpoint again."""
 
 
 class ComponentMeans:
@@ -26,7 +26,7 @@ class ComponentMeans:
         self._groups: dict[int, dict[int, list[dict[str, float]]]] = {}
 
     def take(self, step: int, serial: int, rows: Sequence[LeasedRow]) -> None:
-        """Take in the samples of a group that step ``step`` trains."""
+        """Record the samples of a group that step ``step`` trains."""
         samples = [components_of(row) for row in rows]
         if not any(samples):
             return
@@ -35,13 +35,13 @@ class ComponentMeans:
             del self._groups[min(self._groups)]
 
     def of(self, step: int) -> dict[str, float]:
-        """Return the mean of each component over the samples of a step that have it; empty where none is known."""
+        """Return the mean of each component over the samples of a step that have it; empty if none is known."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         for samples in self._groups.get(step, {}).values():
             for sample in samples:
                 for name, value in sample.items():
                     values[name].append(value)
-        return {name: sum(some) / len(some) for name, some in sorted(values.items())}
+        return {name: sum(parts) / len(parts) for name, parts in sorted(values.items())}
 
 
 def components_of(row: LeasedRow) -> dict[str, float]:

@@ -1,14 +1,14 @@
-"""Prompts on their way to the queue: which columns each has, and when it is put.
+"""Dispatch of prompts: creates the rows of prompts in the queue.
 
 ``PromptColumns`` makes the columns of a prompt's rows. ``Dispatcher`` puts them as fast as admission allows, each for
-the step that ``flow.assignment`` says. Its loop is level-triggered: it looks at what is published, dispatched and
-trained, and puts what is missing. Putting is idempotent by SampleKey, so a driver that was killed half-way through
-simply puts again. Which prompts are too long, and so which step every other one belongs to, is a function of the data:
-a serial that is skipped has no rows, and every driver skips it again.
+the step that ``flow.assignment`` assigns. Its loop is level-triggered: it compares published versions, dispatched
+prompts and trained steps, and puts the missing prompts. A put is idempotent by SampleKey, so a driver that was killed
+during a put repeats it. The data alone determine which prompts are too long, and so to which step each other prompt
+belongs: a skipped serial has no rows, and every driver skips it again.
 
 Invariants: a prompt is in the assignment before its rows are created, and its step is open before its rows can be
-ready; no sample holds more bytes than ``RLJobSpec.bytes_of_interval`` counts for it: what is larger than the manifest
-says is not put, and room for the outputs is asked for together with that for the inputs.
+ready; no sample needs more bytes than ``RLJobSpec.bytes_of_interval`` counts for it, because prompts larger than the
+manifest allows are not put, and a put reserves room for inputs and outputs together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROMPTS_PER_PUT = 32
 CALL_TIMEOUT_S = 60.0
 _MOST_SKIPPED_IN_A_ROW = 10_000
 _LOGGED = frozenset(10**power for power in range(8))
-"""The skipped prompts that are logged: the first, the tenth, the hundredth ..."""
+"""Counts of skipped prompts at which one is logged: 1, 10, 100, ..."""
 
 
 class Overlong(ManifestError):
@@ -54,7 +54,7 @@ class Overlong(ManifestError):
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as it is put. ids: its tokens, int32; task: the packed ``Prompt``, uint8."""
+    """An encoded prompt. ids: its tokens, int32; task: the packed ``Prompt``, uint8."""
 
     ids: NDArray[np.int32]
     task: NDArray[np.uint8]
@@ -64,8 +64,9 @@ class EncodedPrompt(NamedTuple):
 class PromptColumns:
     """Makes the columns ``prompt_ids`` and ``task``.
 
-    what: the kind of prompt, for messages; skips: whether prompts that are too long are left out (``data.overlong``);
-    outputs: most bytes of each column that is written to a sample later.
+    what: the kind of prompt, for messages; max_tokens, max_task_bytes: limits of one prompt; skips: whether overlong
+    prompts are skipped (``data.overlong``); outputs: maximum bytes of each column that is written to a sample after its
+    creation.
     """
 
     what: str
@@ -77,7 +78,7 @@ class PromptColumns:
 
     @classmethod
     def of(cls, spec: RLJobSpec, *, prompter: Prompter, what: str) -> PromptColumns:
-        """Make them with the limits of a manifest."""
+        """Create it with the limits of a manifest."""
         return cls(
             what=what,
             prompter=prompter,
@@ -88,18 +89,18 @@ class PromptColumns:
         )
 
     def encode(self, serial: int) -> EncodedPrompt:
-        """Return prompt ``serial``. Raises Overlong for one that is larger than the manifest allows."""
+        """Return prompt ``serial``. Raises Overlong if it is larger than the manifest allows."""
         return self._encoded(self.prompter.source.prompt(serial), serial)
 
     def take(self, request: PutPrompts) -> int:
-        """Put prompts into the source, unless it is only asked whether that can be, and return how many there are.
+        """Add prompts to the source, unless ``request.check`` is set, and return the number of prompts in the source.
 
-        Raises Refused where the source is not for that, or they are not its next ones, and ManifestError, before any is
-        put, for one that cannot be asked. Blocks for the disk.
+        Raises Refused if the source takes no prompts from clients, or these are not its next ones. Raises
+        ManifestError, before any prompt is added, if one of them is not allowed. Blocks for the disk.
         """
         source = self.prompter.source
         if not isinstance(source, PutSource):
-            what, hint = "the driver makes the prompts of this job", "Give the manifest data.train.source: put://"
+            what, hint = "the driver makes the prompts of this job", "Set data.train.source: put:// in the manifest"
             raise Refused(what, where="put_prompts_data", hint=hint)
         for serial, prompt in enumerate(request.prompts, request.first):
             try:
@@ -127,12 +128,12 @@ class PromptColumns:
             raise Overlong(
                 f"{self.what} {serial} has {size} {unit}, more than {most}",
                 where=f"spec.{where}",
-                hint="Raise it, give shorter prompts, or set data.overlong: skip",
+                hint="Raise the limit, use shorter prompts, or set data.overlong: skip",
             )
 
 
 class Issued(NamedTuple):
-    """A prompt of a step, ready to be put."""
+    """A prompt that is assigned to a step and ready to be put."""
 
     serial: int
     step: int
@@ -146,10 +147,11 @@ _step_of = attrgetter("step")
 class Dispatcher:
     """Puts the training prompts.
 
-    flow: returns the present counts. changed: waits until one of them may have changed. on_skip: called with how many
-    prompts were skipped more, because they are too long. spans: records what is put, and why nothing is. skipped: how
-    many were in all, by earlier drivers too. What is skipped is recorded with the next put, so that a serial without
-    rows is known for skipped, or the next driver looks at it again.
+    flow: returns the current counts, None while no prompt may be dispatched. changed: waits until a count may have
+    changed. on_first: called before each put. on_skip: called with the number of further prompts that were skipped
+    because they are too long. spans: records each put, and why no prompt is put. skipped: total number of skipped
+    prompts, including those of earlier drivers. Each put also records the serials skipped before it. If a driver dies
+    before that, the next driver finds serials without rows and checks them again.
     """
 
     queue: QueueClient
@@ -169,10 +171,10 @@ class Dispatcher:
     _skipped: list[int] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Put prompts until every step has its own; then wait for places that filtering makes free.
+        """Put prompts until every step has its prompts; then replace groups that are filtered or dropped.
 
-        May be run again after it failed: what was issued and not yet acknowledged is put first. Raises ManifestError
-        for a prompt that is too long, where such are refused, and where all of very many are.
+        May be run again after a failure: issued prompts without an acknowledged put are put first. Raises ManifestError
+        for a prompt that is too long if these are not skipped, or if very many in a row are too long.
         """
         while True:
             if not self._issued:
@@ -190,11 +192,11 @@ class Dispatcher:
 
     @property
     def lacks_prompts(self) -> bool:
-        """True where the next prompt was not put yet."""
+        """True if the next prompt is needed and the source does not have it yet."""
         return self.assignment.outruns(self.prompts.prompter.source.there)
 
     def _record(self, flow: InFlight | None, allowed: int) -> None:
-        """Record why no more prompts go out."""
+        """Record in the spans why no more prompts are put."""
         if self.assignment.full:
             waits = "dispatched"
         elif self.lacks_prompts:
@@ -206,12 +208,12 @@ class Dispatcher:
         self.spans.enter("idle", waits=waits)
 
     def count_skipped(self, skipped: int) -> None:
-        """Count that so many more prompts were skipped, here or by an earlier driver."""
+        """Count further prompts that this driver or an earlier one skipped."""
         self.skipped += skipped
         self.on_skip(skipped)
 
     async def put(self, issued: Sequence[Issued]) -> None:
-        """Put the rows of prompts, step by step; those that exist already are left as they are."""
+        """Put the rows of prompts, step by step; existing rows are not changed."""
         for step in sorted({prompt.step for prompt in issued} - self._opened):
             await self.queue.open_step(
                 partition=TRAIN,
@@ -243,17 +245,17 @@ class Dispatcher:
             samples=samples,
             timeout=CALL_TIMEOUT_S,
         )
-        told = set(samples.skipped)
-        self._skipped = [serial for serial in self._skipped if serial not in told]
+        recorded = set(samples.skipped)
+        self._skipped = [serial for serial in self._skipped if serial not in recorded]
 
     async def _issue(self, allowed: int) -> None:
-        """Issue up to ``allowed`` prompts; those that are too long make room for the next ones.
+        """Issue up to ``allowed`` prompts; the next prompts replace those that are too long.
 
-        Of prompts that an earlier driver passed over any number may be too long.
+        The limit of overlong prompts in a row does not count serials that an earlier driver skipped.
         """
         in_a_row = 0
-        there = self.prompts.prompter.source.there
-        while len(self._issued) < allowed and (pair := self.assignment.issue(available=there)) is not None:
+        available = self.prompts.prompter.source.there
+        while len(self._issued) < allowed and (pair := self.assignment.issue(available=available)) is not None:
             serial, step = pair
             try:
                 encoded = self.prompts.encode(serial)
@@ -265,7 +267,7 @@ class Dispatcher:
                     raise ManifestError(
                         f"{in_a_row} prompts in a row are too long, the last: {error.what}",
                         where=error.where,
-                        hint="Raise it, or give shorter prompts.",
+                        hint="Raise the limit, or use shorter prompts.",
                     ) from error
                 self.assignment.skip(serial)
                 self._skipped.append(serial)
@@ -278,9 +280,9 @@ class Dispatcher:
                 self._issued.append(Issued(serial, step, encoded))
 
     async def replace_lost(self) -> None:
-        """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts.
+        """Create again the rows whose bytes were lost with a storage unit; runs until the job ends.
 
-        The lowest steps come first: others may have to wait for the bytes that their commit frees.
+        The lowest steps come first: higher steps may have to wait for the bytes that the commit of lower ones frees.
         """
         known = 0
         while True:
@@ -289,12 +291,12 @@ class Dispatcher:
             lost = [(serial, step) for step, serial in sorted({(meta.step, meta.serial) for meta in wanted.keys})]
             if lost:
                 log.warning("generating %d groups again: their bytes were lost with a storage unit", len(lost))
-            for some in batches(lost, PROMPTS_PER_PUT):
-                await self.put([Issued(serial, step, self.prompts.encode(serial)) for serial, step in some])
+            for batch in batches(lost, PROMPTS_PER_PUT):
+                await self.put([Issued(serial, step, self.prompts.encode(serial)) for serial, step in batch])
 
 
 def restore(assignment: PromptAssignment, snapshot: PartitionSnapshot) -> None:
-    """Restore an assignment of prompts from what the ledger of the partition says."""
+    """Restore an assignment of prompts from a snapshot of the partition's ledger."""
     assignment.restore(
         {
             step: LedgerStep(state.serials, undecided=state.undone[ADVANTAGE], excluded=state.excluded)

@@ -1,13 +1,13 @@
-"""The driver: wires data, admission, groups, evaluation and progress to the queue and the catalogue of versions.
+"""The driver: connects data, admission, groups, evaluation and progress with the queue and the catalogue of versions.
 
-Its loops wait for one signal (``ChangeSignal``) and look at levels: what is published, dispatched, trained, evaluated.
-Its durable state is the ledger, the checkpoint, its own two files of lines, ``lives.json`` and ``rewards.json``; a
-driver that is killed starts again from those.
+Its loops wait for one signal (``ChangeSignal``) and are level-triggered: they act on the published versions, the
+dispatched prompts, and the trained and evaluated steps. The durable state is the ledger, the checkpoint, the driver's
+two files of lines, ``lives.json`` and ``rewards.json``; a driver that is killed restarts from these.
 
-Invariants: what a loop does is a function of levels, so it may be ended and begun again at any point; a driver takes
-over before it reads the ledger, so no prompt that a dead one put comes in later; when the job is over is decided in one
-place (``ending``); a version that an unfinished step or an unfinished evaluation names is required until neither does,
-and one that can never be had again is not waited for.
+Invariants: a loop depends on the current state only, so it may be stopped and restarted at any point; a driver takes
+over the partitions before it reads the ledger, so no prompt of a dead driver is accepted after that; one module
+(``ending``) decides when the job is over; a version is required as long as an unfinished step or evaluation names it,
+and the driver does not wait for a version that will never be available again.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ PULSE_S = 0.5
 SAVE_S = 5.0
 STEP_WATCH_S = 2.0
 FULL = 0.8
-"""Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
+"""Share of the queue's bytes in use above which the driver requests a checkpoint, whose commit frees bytes."""
 
 
 class ChangeSignal:
-    """Signal of a possible change: ``changed`` waits for the next ``notify``, at most ``every_s`` seconds."""
+    """A signal of a possible change: ``changed`` waits for the next ``notify``, at most ``every_s`` seconds."""
 
     def __init__(self, *, every_s: float = 5.0) -> None:
         self._every_s = every_s
@@ -92,21 +92,24 @@ class ChangeSignal:
 
 
 async def keep_running(loop: Callable[[], Awaitable[None]], *, what: str) -> NoReturn:
-    """Run an endless loop again whenever a peer was lost or late; one log line for each outage."""
-    away = False
+    """Run an endless loop, and restart it if a peer is lost or late. Log only the first failure as a warning."""
+    failed = False
     while True:
         try:
             await loop()
             raise RuntimeError(f"the loop of {what} ended")
         except (PeerLost, DeadlineExceeded) as error:
-            (log.debug if away else log.warning)("%s: %s; trying again", what, error)
-            away = True
+            (log.debug if failed else log.warning)("%s: %s; trying again", what, error)
+            failed = True
             await asyncio.sleep(RETRY_S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Looks at the catalogue with the schedule in hand. evaluates: whether the job evaluates at all."""
+    """Answers which versions are required and which can be evaluated, from the catalogue and the schedule.
+
+    evaluates: whether the job has evaluations.
+    """
 
     catalogue: Catalogue
     schedule: Schedule
@@ -116,28 +119,28 @@ class Versions:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest version that was ever complete, None before the first."""
+        """Step of the newest version that was ever completely published, None before the first."""
         newest = self.catalogue.newest
         return None if newest is None else newest.step
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the newest version, None where it is not to be had."""
+        """Bytes of the newest version, None if it is not available."""
         newest = self.newest
         version = None if newest is None else self.catalogue.find(newest)
         return None if version is None else self.catalogue.manifest(version).nbytes
 
     def required(self) -> set[int]:
-        """Return the steps of the versions that must not be forgotten.
+        """Return the steps of the versions that the members must keep.
 
-        Those to be evaluated are among them also while nobody has told of them: a driver that begins again hears of
-        versions one after another, and one that is not required when it is heard of is forgotten by all.
+        They include versions to be evaluated that are not in the catalogue yet: members report their versions to a
+        restarted driver one by one, and a version that is not required when it is reported is deleted by all members.
         """
         unfinished = self.assignment.unfinished(trained_step=self.progress.done)
         return self.schedule.required(unfinished) | set(self._unrecorded())
 
     def unevaluated(self) -> list[int]:
-        """Return the versions that are to be evaluated, are not, and still can be."""
+        """Return the versions whose evaluation is planned, not recorded, and still possible."""
         newest = self.newest
         return [
             step
@@ -146,24 +149,24 @@ class Versions:
         ]
 
     def _unrecorded(self) -> list[int]:
-        """Return the versions that are to be evaluated and are not."""
+        """Return the versions whose evaluation is planned and not recorded."""
         if not self.evaluates:
             return []
         return [step for step in self.schedule.evaluations() if step not in self.progress.evaluations]
 
     def judged(self) -> int:
-        """Return the step up to which every evaluation is recorded, or can not be any more."""
+        """Return the step up to which every planned evaluation is recorded or no longer possible."""
         unevaluated = self.unevaluated()
         return unevaluated[0] - 1 if unevaluated else self.progress.steps
 
     def due(self) -> list[int]:
-        """Return the versions that can be evaluated now: of the history that survives."""
+        """Return the versions to be evaluated that are available and belong to the surviving history."""
         done = self.progress.done
         return [step for step in self.unevaluated() if step <= done and self.catalogue.find(step) is not None]
 
 
 class Driver:
-    """One job's driver. ``run`` gives the phase in which the job ended."""
+    """The driver of one job. ``run`` returns the phase in which the job ended."""
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class Driver:
         server.route("driver.put_prompts", PutPrompts, self._put_prompts)
 
     async def run(self) -> Phase:
-        """Drive the job to its end: Succeeded or Suspended."""
+        """Run the job to its end and return the phase: Succeeded or Suspended."""
         queue = self.job.spec.transfer_queue
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.changes.changed, within_s=self.job.spec.limits.start_seconds)
@@ -329,18 +332,18 @@ class Driver:
         return self.phase
 
     async def conclude(self) -> None:
-        """Write the summary; a step that is made meanwhile is in it."""
+        """Write the summary; it includes a step that is reported meanwhile."""
         self.spans.enter("idle", waits="end")
         await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
 
     async def dismiss(self) -> None:
-        """Tell all members to stop, and wait until they have left."""
+        """Direct all members to stop, and wait until they have left."""
         await self.members.dismiss(within_s=self.job.spec.limits.stop_seconds)
         await self.sinks.close()
 
     def status(self) -> DriverStatus:
-        """Return what ``GET /v1/status`` answers."""
+        """Return the answer of ``GET /v1/status``."""
         newest, watched = self.versions.newest, self._step_progress
         return build_status(
             self.progress,
@@ -376,15 +379,15 @@ class Driver:
         )
 
     def _quiet_s(self) -> float:
-        """Return the seconds since the last step, 0 once all are made."""
+        """Return the seconds since the last step, 0 after the final step."""
         return clock.now() - self._moved if self.progress.done < self.progress.steps else 0.0
 
     def live(self) -> LiveState:
-        """Return what ``GET /v1/live`` answers."""
+        """Return the answer of ``GET /v1/live``."""
         return live_state(self.job.name, self.members.present(), self._stats)
 
     def evidence(self) -> dict[str, Any]:
-        """Return what ``GET /v1/evidence`` answers."""
+        """Return the answer of ``GET /v1/evidence``."""
         rewards = self.rewards.state
         return evidence_of(
             self.job,
@@ -395,7 +398,7 @@ class Driver:
         )
 
     def drain(self, worker: str) -> None:
-        """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
+        """Direct a rollout to return its work and leave. Raises StaleHandle for an unknown one."""
         self.members.drain(worker)
 
     def checkpoint(self) -> None:
@@ -403,11 +406,9 @@ class Driver:
         self.members.ask_for_checkpoint()
 
     def suspend(self) -> None:
-        """Checkpoint, then end; the run can be resumed. Raises Refused before the job is under way."""
+        """Write a checkpoint, then end the job; the run can be resumed. Raises Refused while the job is starting."""
         if self.phase == "Starting":
-            raise Refused(
-                "the job is not under way yet", where="suspend", hint="Ask again when /v1/status says Running."
-            )
+            raise Refused("the job is still starting", where="suspend", hint="Retry when /v1/status says Running.")
         if self.phase in ("Running", "Paused"):
             self.phase = "Suspending"
             self.progress.note("suspend", at=clock.now())
@@ -415,7 +416,7 @@ class Driver:
             self.changes.notify()
 
     def resume(self) -> None:
-        """Go on after a pause. Raises Refused where the job is not paused."""
+        """Continue after a pause. Raises Refused if the job is not paused."""
         if self.phase != "Paused":
             raise Refused(f"the job is not paused but {self.phase.lower()}", where="resume")
         self.rewards.resume()
@@ -435,12 +436,12 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         restore(self.assignment, snapshot)
-        there = self._dispatcher.prompts.prompter.source.there
-        if there is not None and there < self.assignment.next_serial:
+        available = self._dispatcher.prompts.prompter.source.there
+        if available is not None and available < self.assignment.next_serial:
             raise ManifestError(
-                f"{there} prompts are in the file, and {self.assignment.next_serial} were asked",
+                f"the file has {available} prompts, but {self.assignment.next_serial} were dispatched",
                 where=PROMPTS,
-                hint="Bring the file back as it was, or begin the run anew (--fresh)",
+                hint="Restore the file, or start the run from scratch (--fresh)",
             )
         size = self.job.spec.algorithm.group_size
         self._groups.filtered.update(
@@ -476,7 +477,7 @@ class Driver:
                 and stats.staged
                 and self._full_at != self.progress.done
             ):
-                log.warning("the queue is %.0f%% full: asking for a checkpoint", 100 * stats.bytes / stats.limit)
+                log.warning("the queue is %.0f%% full: requesting a checkpoint", 100 * stats.bytes / stats.limit)
                 self._full_at = self.progress.done
                 self.checkpoint()
             status = self.status()
@@ -488,12 +489,12 @@ class Driver:
             await asyncio.sleep(PULSE_S)
 
     def _look_at_rollouts(self, status: DriverStatus) -> None:
-        """Decide how many rollouts the built-in policy would have."""
-        told = [each for each in self.members.statuses("rollout") if int(each.get("version", -1)) >= 0]
+        """Update the number of rollouts that the elastic policy recommends."""
+        loaded = [each for each in self.members.statuses("rollout") if int(each.get("version", -1)) >= 0]
         self.elastic.look(
             status.rollouts,
-            running=sum(int(each.get("running", 0)) for each in told),
-            slots=sum(int(each.get("slots", 0)) for each in told),
+            running=sum(int(each.get("running", 0)) for each in loaded),
+            slots=sum(int(each.get("slots", 0)) for each in loaded),
             queued=status.queue.ready,
             step=status.step,
             lag=status.staleness.start,
@@ -501,7 +502,7 @@ class Driver:
         )
 
     async def _watch_step(self) -> None:
-        """Look into the step that is being made."""
+        """Update the progress of the current step periodically."""
         while True:
             self._step_progress = await self._step_watch.look()
             if self.progress.done >= self.progress.steps and self.lives.closed is None:
@@ -568,7 +569,7 @@ class Driver:
         known = self.progress.knows(report.step, attempt=report.attempt)
         again = self.progress.step(line)
         if again and self._evaluation is not None:
-            self._evaluation.begin_anew()
+            self._evaluation.restart()
         self._samples.trained(report.step)
         self.sinks.notify()
         self.rewards.forget(report.step)

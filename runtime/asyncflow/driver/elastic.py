@@ -1,10 +1,10 @@
-"""The number of rollouts that the built-in policy would have: ``flow.scaling`` fed with what the driver sees.
+"""The number of rollouts that the built-in policy recommends: ``flow.scaling`` with the measurements of the driver.
 
-The supervisor of one machine and the operator follow this number where the manifest says so, an autoscaler the gauge
-that shows it. So the driver neither knows nor asks who scales: it goes by the rollouts that are there.
+The supervisor of one machine and the operator follow this number if the manifest says so; an autoscaler follows the
+gauge that shows it. The driver does not depend on which of them scales: it uses the rollouts that are present.
 
-Invariant: the number is that of the last decision, and None before the first; bounds are not known here, since on a
-cluster they change while the driver runs.
+Invariants: the number is the result of the last decision, and None before the first; it is not limited to the job's
+bounds, which change on a cluster while the driver runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncflow.flow.scaling import Elasticity, Signals, SignalWindow
 
 
 class DesiredRollouts:
-    """The policy of one job. desired: the rollouts that it would have."""
+    """The elastic policy of one job. desired: the recommended number of rollouts."""
 
     def __init__(self, spec: RLJobSpec, *, lives: Lives) -> None:
         self.desired: int | None = None
@@ -39,11 +39,11 @@ class DesiredRollouts:
 
     @property
     def recent(self) -> RecentFigures | None:
-        """The figures that it goes by, None before there were enough steps."""
+        """The figures that the policy uses, None before there were enough steps."""
         return self._laps.recent()
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Take in an optimizer step, a line of ``metrics.jsonl``."""
+        """Record an optimizer step, a line of ``metrics.jsonl``."""
         self._laps.step(line)
 
     def look(
@@ -57,20 +57,20 @@ class DesiredRollouts:
         lag: float,
         now: float,
     ) -> None:
-        """Decide, where it can be decided now.
+        """Record the current load, and update ``desired`` if a decision is possible now.
 
-        running, slots: sequences in all rollouts, and how many there could be; queued: finished samples that wait for
-        the trainer; step, lag: of the last optimizer step; now: seconds of ``clock.now``.
+        running, slots: running sequences of all rollouts, and the most that could run; queued: finished samples that
+        wait for the trainer; step, lag: number and lag of the last optimizer step; now: seconds of ``clock.now``.
         """
         if slots:
             self._laps.look(running / slots)
         recent = self._laps.recent()
         if recent is None:
             return
-        there = [each for each in rollouts if each.state != "draining"]
-        ready = sum(each.state != "starting" for each in there)
+        present = [each for each in rollouts if each.state != "draining"]
+        ready = sum(each.state != "starting" for each in present)
         signals = Signals(
-            rollouts=len(there),
+            rollouts=len(present),
             ready=ready,
             step=step,
             since=recent.since,

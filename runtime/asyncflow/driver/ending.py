@@ -1,15 +1,14 @@
-"""End of a job: when it has come, what is done then, and the summary of what the run did.
+"""End of a job: its detection, the last actions, and the summary of the run.
 
-A run succeeds when its last weights are safe and known to be: they are in a checkpoint, every evaluation that is still
-possible is recorded, and the trainer has written what the run leaves behind. It is suspended when the newest step is in
-a checkpoint. Only then is anybody told to stop. A job that is paused reaches no further step, so it is suspended at
-once: a trainer that is told to stop writes a checkpoint of the last step that it finished.
+A run succeeds when its last weights are in a checkpoint, every evaluation that is still possible is recorded, and the
+trainer has written its exports. A run is suspended when its newest step is in a checkpoint. Members are directed to
+stop only after that. A paused job reaches no further step, so it is suspended immediately: a trainer that is directed
+to stop writes a checkpoint of the last step that it finished.
 
-Invariants: nothing that a success promises is still being written when it is declared; each wait for it is one that
-``/v1/status`` names, and the last has a deadline; each figure of ``summary.json`` is computed from lines, from the
-audit of the ledger, or from what roles reported; nothing is assumed, and what was not measured is null. Its times are
-those in which the job was up (``Lives.up_s``): a run that was suspended, or that lay dead until it was resumed, does
-not grow older meanwhile.
+Invariants: when a success is declared, everything that it promises has been written; ``/v1/status`` names each wait
+before that, and the last wait has a deadline; each figure of ``summary.json`` is computed from lines, from the audit of
+the ledger, or from reports of roles, and is null if it was not measured. Durations include only the time in which the
+job was up (``Lives.up_s``), not the time in which the run was suspended, or dead until it was resumed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from asyncflow.queue.protocol.messages import AuditReport
 from asyncflow.rpc.membership import Best
 
 LAST_HEARTBEAT_S = 2.0
-"""Seconds for which a last heartbeat is waited for, so that the figures of the last second count too."""
+"""Longest wait for a last heartbeat of all members, in seconds; it contains the figures of the last second."""
 
 
 def summarize(
@@ -57,8 +56,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary.
 
-    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those that were too long;
-    best: what the trainer keeps as the best; exports: steps of the models that it has written, by folder.
+    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: number of prompts that were
+    too long; best: version that the trainer keeps as the best; exports: step of each exported model, by folder.
     """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
@@ -126,7 +125,7 @@ def summarize(
 
 
 def _sets(evaluation: EvaluationResult | None) -> dict[str, dict[str, Any]]:
-    """Return the results of the sets that have a name."""
+    """Return the results of the named sets."""
     return {name: asdict(result) for name, result in evaluation.sets.items()} if evaluation else {}
 
 
@@ -134,10 +133,10 @@ def _sets(evaluation: EvaluationResult | None) -> dict[str, dict[str, Any]]:
 class Ending:
     """Waits for the end of one job and concludes it.
 
-    changed: waits until something may have changed; unevaluated: returns the versions whose evaluation is still to
-    come; suspending: whether the job is to be suspended; export_s: seconds that the trainer may take from the last
-    commit to the end of its export; devices: that the job uses; prompts_skipped: returns how many were too long.
-    checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
+    changed: waits until the state may have changed; unevaluated: returns the versions whose evaluation is missing and
+    still possible; suspending: returns whether the job is to be suspended; export_s: most seconds from the last commit
+    to the end of the export; devices: number of devices of the job; prompts_skipped: returns the number of prompts that
+    were too long; checkpoint: step of the newest commit, and the time when this driver first saw it, by ``clock.now``.
     """
 
     folder: Path
@@ -154,8 +153,8 @@ class Ending:
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
-        """Wait for the end. Raises DeadlineExceeded when the trainer does not get done with its export."""
-        asked = self.progress.done
+        """Wait for the end and return its phase. Raises DeadlineExceeded if the trainer does not finish its export."""
+        requested = self.progress.done
         while True:
             await self.changed()
             trained = self.progress.done >= self.progress.steps
@@ -164,12 +163,12 @@ class Ending:
                 return "Succeeded"
             if self.suspending() and (self.rewards.paused or await self.committed()):
                 return "Suspended"
-            if self.suspending() and self.progress.done > asked:
-                asked = self.progress.done
+            if self.suspending() and self.progress.done > requested:
+                requested = self.progress.done
                 self.members.ask_for_checkpoint()
 
     async def committed(self) -> bool:
-        """Return whether the newest step is in a checkpoint, by the ledger; False while the queue cannot be asked."""
+        """Return whether the ledger records a checkpoint of the newest step; False if the queue is unreachable."""
         try:
             snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         except (PeerLost, DeadlineExceeded):
@@ -178,7 +177,7 @@ class Ending:
         return snapshot.last_committed_step >= self.progress.done
 
     def note_commit(self, step: int) -> None:
-        """Take in which step the newest checkpoint holds, 0 for none."""
+        """Record the step of the newest checkpoint, 0 for none."""
         if step > 0 and (self.checkpoint is None or step > self.checkpoint[0]):
             self.checkpoint = (step, clock.now())
 
@@ -215,5 +214,5 @@ class Ending:
             raise DeadlineExceeded(
                 f"the trainer did not write export/ within {self.export_s:g} s",
                 where="driver",
-                hint="Its log says why; the weights are in the newest checkpoint, and the run can be resumed.",
+                hint="See its log; the weights are in the newest checkpoint, and the run can be resumed.",
             ) from None

@@ -1,20 +1,22 @@
-"""Finished groups: their rewards are counted, and each of their samples is given an advantage or dropped.
+"""Decision of finished groups: counts their rewards, and writes an advantage for each sample or drops it.
 
-The driver claims each finished group, decides which of its samples the trainer shall see, and writes ``advantage``.
-Everything it needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
-Where several batches must be complete before training begins (``requireBatches``), what is decided is held until then.
+The driver claims each finished group, decides which of its samples are trained, and writes ``advantage``. All inputs of
+a decision are tags in the answer to the claim, so no cell is fetched. The trainer never filters after a claim. If
+several batches must be complete before training starts (``requireBatches``), decided groups are held until then.
 
-A sample without a reward is no sample: it is counted by why it has none, and never trained as if it had earned 0. Its
-group goes on with the others as long as these can be compared. When too many have none, the job pauses.
+A sample without a reward is counted by the reason and never trained with reward 0. The other samples of its group are
+still trained if they can be compared. If too many samples have no reward, the job pauses.
 
-Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
-counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
-a driver that takes over in the middle of a group decides as the one before would have, but for one of which that had
-just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is
-ready to be trained before all of the steps that are to be complete with it are; a job pauses once more than a share of
-the samples that one step needs have failed, and more than that of those that were judged for it; a timeout to which the
-manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one
-that was killed, and what one held when it ended is counted by the next one too.
+Invariants:
+Every sample that the rollouts finished either receives an advantage or is dropped, and its reason is counted.
+A driver that claims a group again, because its lease has ended or an answer was lost, does not count it again.
+A driver that takes over a partly decided group decides it as the driver before it would have, with one exception: if
+the samples that the algorithm excludes were dropped already, the remaining ones are compared among themselves.
+No sample of a step can be trained before all steps that must be complete together with it are complete.
+A job pauses when the failed samples of a step exceed a share both of the samples that a step needs and of the samples
+judged for it; a timeout that the manifest scores as 0 does not count as failed.
+The totals continue over restarts of the driver, except for the last seconds of a killed driver; a group that a driver
+held when it ended is counted again by the next one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ GROUPS_PER_CLAIM: Final = 64
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """Counts that are kept over restarts of the driver; fields as in ``RewardTally``."""
+    """Counts that survive restarts of the driver; fields as in ``RewardTally``."""
 
     scored: _Kept
     failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=64)]
@@ -66,29 +68,29 @@ class Totals(msgspec.Struct, frozen=True):
     alike: dict[Alike, _Kept] = {}
 
 
-def to_mend(failures: Counter[str]) -> str:
-    """Return what has to be mended, by the most frequent of ``failures``: the reward, or a task, which names itself."""
+def failing_part(failures: Counter[str]) -> str:
+    """Return the part to fix, from the most frequent of ``failures``: the reward, or a task, whose failures name it."""
     most = next((failure for failure, _ in failures.most_common(1)), "")
     task, colon, _ = most.partition(": ")
     return f"the task {task}" if colon else "the reward"
 
 
 def failure_of(row: LeasedRow) -> str:
-    """Return why a sample has no reward, "" where it has one."""
+    """Return why a sample has no reward, "" if it has one."""
     return str(row.meta.tags.get("failure", ""))
 
 
 @dataclass(kw_only=True)
 class RewardTally:
-    """The outcomes of all samples of a run, and of its groups.
+    """Counts of the outcomes of all samples and groups of a run.
 
-    needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
-    by ``restore``.
-    timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0;
-    most_failed: share of a step's samples that may have no reward; beyond it the job pauses.
-    first_failure: what is known of the first sample without a reward, once the job has paused of the first that failed
-    as most did; alike: groups without variance, dropped or not, by whether all of their samples were right or wrong;
-    paused: what a paused job waits for, "" while it runs.
+    needed: number of samples of one optimizer step; keep: saves the totals for the next driver, which passes them to
+    ``restore``;
+    timeouts_fail: whether a timed-out reward counts as failed for a pause; False if the manifest scores it as 0;
+    most_failed: share of a step's samples that may have no reward; above it the job pauses;
+    first_failure: description of the first sample without a reward; after a pause, of the first sample with the most
+    frequent failure; alike: number of groups without variance, dropped or not, that were all right or all wrong;
+    paused: reason of the pause, "" while the job runs.
     """
 
     needed: int
@@ -106,13 +108,13 @@ class RewardTally:
     _kept: Totals | None = None
 
     def restore(self, kept: Totals | None) -> None:
-        """Go on from what an earlier driver kept, None where that is nothing."""
+        """Restore the totals of an earlier driver, None if there are none."""
         if kept is not None:
             self.scored, self.failed, self.first_failure = kept.scored, Counter(kept.failed), kept.first_failure
             self.alike = Counter(kept.alike)
 
     def take(self, row: LeasedRow, *, step: int | None = None) -> None:
-        """Count a sample that was judged; step: the one that it is for, None where it is for an evaluation."""
+        """Count a judged sample; step: the step that it belongs to, None for an evaluation."""
         failure = failure_of(row)
         if step is not None:
             self._judged[step] += 1
@@ -127,17 +129,17 @@ class RewardTally:
             self._pause_if_most_failed(step)
 
     def pause(self, why: str) -> None:
-        """Stop the job from taking on more work; the first reason stays."""
+        """Pause the job; only the first reason is kept."""
         self.paused = self.paused or why
 
     def resume(self) -> None:
-        """Continue the job, and judge each step anew."""
+        """Continue the job, and reset the counts of failed samples per step."""
         self.paused = ""
         self._judged.clear()
         self._failed_of.clear()
 
     def flush(self) -> None:
-        """Save the totals, if they have changed since they were saved."""
+        """Save the totals if they have changed since they were last saved."""
         totals = Totals(self.scored, dict(self.failed), self.first_failure, dict(self.alike))
         if totals != self._kept:
             self.keep(totals)
@@ -149,11 +151,11 @@ class RewardTally:
         self._failed_of.pop(step, None)
 
     def outcomes(self) -> dict[str, int]:
-        """Return how many samples were scored, and how many failed by why."""
+        """Return the number of scored samples, and of failed samples by reason."""
         return {"scored": self.scored, **self.failed}
 
     def equal_groups(self) -> dict[str, int]:
-        """Return how many groups were all right, and how many all wrong."""
+        """Return the number of groups that were all right, and of those that were all wrong."""
         return {"right": self.alike["right"], "wrong": self.alike["wrong"]}
 
     @property
@@ -171,26 +173,26 @@ class RewardTally:
         failures, judged = self._failed_of[step], self._judged[step]
         failed = failures.total()
         if failed > self.most_failed * max(self.needed, judged):
-            said = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
+            reasons = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
             self.first_failure = self._firsts[failures.most_common(1)[0][0]]
-            blamed = to_mend(failures)
+            part = failing_part(failures)
             last_line = self.first_failure.strip().rpartition("\n")[2][:300]
             self.pause(
-                f"{blamed} to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
-                f"{last_line}. Suspend the job, mend {blamed} and resume; or POST /v1/resume to go on as it is"
+                f"{part} to be fixed: {failed} of {judged} samples of step {step} have none ({reasons}). The first: "
+                f"{last_line}. Suspend the job, fix {part} and resume; or POST /v1/resume to continue unchanged"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPolicy:
-    """Rules for what becomes of a finished group.
+    """Rules for the decision of a finished group.
 
-    algorithm: shapes rewards, leaves out samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling,
-    with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
-    none, instead of 0. right_at: the least reward of a right answer. shuffle_seed: permute the rewards of each group by
-    it, with all else that a decision goes by (a punished length would teach): the control in which nothing may be
-    learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
-    promises the same bits none can, because which one it is would depend on when it happens.
+    algorithm: shapes rewards, excludes samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling;
+    at most ``most_filtered`` groups are dropped for one step. drop_timeouts: a reward that exceeded its deadline counts
+    as missing, not as 0. right_at: the least reward of a right answer. shuffle_seed: seed by which the rewards of each
+    group are permuted together with all other inputs of the decision (otherwise a length penalty could still be
+    learned); a control experiment in which the model must not improve; None: off. refills: whether another group
+    replaces a dropped one; False in a run that promises the same bits, since the replacement would depend on timing.
     """
 
     algorithm: Algorithm[Any]
@@ -203,7 +205,7 @@ class GroupPolicy:
 
     @classmethod
     def of(cls, spec: RLJobSpec) -> GroupPolicy:
-        """Return the policy that a manifest asks for."""
+        """Return the policy of a manifest."""
         return cls(
             algorithm=algorithm_of(spec),
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
@@ -215,7 +217,7 @@ class GroupPolicy:
         )
 
     def decide(self, group: Group) -> GroupDecision:
-        """Return what becomes of the samples of a group that have a reward."""
+        """Return the decision about the samples of a group that have a reward."""
         if (reason := self._refusal(group)) is not None:
             return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
@@ -232,32 +234,32 @@ class GroupPolicy:
         return GroupDecision(None, left_out, self.algorithm.advantages(shaped))
 
     def alike(self, group: Group) -> Alike | None:
-        """Return "right" or "wrong" where all samples of a group are equally so, else None."""
+        """Return "right" or "wrong" if all samples of a group have the same reward, None otherwise."""
         if len(group.rewards) < self.algorithm.fewest or not zero_variance(group.rewards):
             return None
         return "right" if group.rewards[0] >= self.right_at else "wrong"
 
     def drops(self, failure: str) -> bool:
-        """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
+        """Return whether a sample with this failure of its reward is dropped; "" means no failure."""
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
     def _refusal(self, group: Group) -> str | None:
         if len(group.rewards) < self.algorithm.fewest:
             return TOO_FEW_REWARDS
         if self.drop_zero_variance and zero_variance(group.rewards):
-            told_apart = self.algorithm.by_turn and any(
+            turns_differ = self.algorithm.by_turn and any(
                 each.any() for each in self.algorithm.turn_advantages(group, group.rewards)
             )
-            return None if told_apart else FILTERED_ZERO_VARIANCE
+            return None if turns_differ else FILTERED_ZERO_VARIANCE
         return None
 
 
 class GroupDecision(NamedTuple):
     """Decision about a group of n samples.
 
-    reason: why the trainer shall see none of them, None where it shall see some; left_out: the indices of those that it
-    shall not see, with the reason; advantages: float32[n], or the shaped rewards where the trainer makes them; turns:
-    the advantages of the turns of each, float32[turns], whose mean is then the sample's; () where turns have none.
+    reason: why no sample is trained, None if some are; left_out: reason by index of each sample that is not trained;
+    advantages: float32[n], or the shaped rewards if the trainer computes advantages; turns: for each sample the
+    advantages of its turns, float32[turns], whose mean is the advantage of the sample; () if turns have none.
     """
 
     reason: str | None
@@ -267,9 +269,8 @@ class GroupDecision(NamedTuple):
 
 
 class DecidedGroup(NamedTuple):
-    """The samples of a group that the trainer shall see, the advantage of each, float32[n], and the others.
-
-    reasons: why the others are left out, by row; turns: as in ``GroupDecision``.
+    """A decided group. rows: the samples to train; advantages: one for each of them, float32[n]; others: the remaining
+    samples; reasons: why these are left out, by row; turns: as in ``GroupDecision``.
     """
 
     rows: list[LeasedRow]
@@ -280,17 +281,17 @@ class DecidedGroup(NamedTuple):
 
     @property
     def cells(self) -> Jagged:
-        """The advantage of each sample that the trainer shall see, or those of its turns, float32."""
+        """The advantage of each sample to train, or the advantages of its turns, float32."""
         return Jagged.from_rows(self.turns or [self.advantages[i : i + 1] for i in range(len(self.rows))], np.float32)
 
     @property
     def leases(self) -> set[str]:
-        """The leases of its samples."""
+        """The leases of all samples of the group."""
         return {row.lease for row in (*self.rows, *self.others)}
 
 
 class _Exchange(NamedTuple):
-    """A finished group, the step to which it is to go, and the group that is late there."""
+    """A finished group, the step to which it moves, and the late group of that step."""
 
     serial: int
     step: int
@@ -298,10 +299,11 @@ class _Exchange(NamedTuple):
 
 
 def _order(size: int, rng: np.random.Generator, *, compared: bool) -> np.ndarray:
-    """Return the order, int64[n], in which samples are given the rewards of a group, so that these say nothing of them.
+    """Return the order, int64[n], in which a group's rewards are assigned to its samples, independent of the samples.
 
-    compared: samples are judged relative to the group; then each order is as likely, and the mean of an advantage over
-    all of them is 0. Otherwise no sample keeps its own reward: with one chance in n of that it would still be earned.
+    compared: samples are judged relative to the group; then each order is equally likely, and the mean of a sample's
+    advantage over all orders is 0. Otherwise no sample keeps its own reward: with a probability of 1/n to keep it, the
+    reward would still teach.
     """
     order = rng.permutation(size)
     if compared:
@@ -324,7 +326,7 @@ def _judged(serial: int, rows: Sequence[LeasedRow], *, by_turn: bool) -> Group:
 
 
 def _rewards_of_turns(tags: Mapping[str, Tag]) -> np.ndarray:
-    """Return the rewards of the turns of a sample, float64[turns]; the last has all where its turns have none."""
+    """Return the rewards of a sample's turns, float64[turns]; if turns have none, the last has the sample's reward."""
     if TURN_REWARDS in tags:
         return np.array(msgspec.json.decode(str(tags[TURN_REWARDS])), dtype=np.float64)
     rewards = np.zeros(int(tags.get("turns", 1)))
@@ -336,13 +338,13 @@ def _rewards_of_turns(tags: Mapping[str, Tag]) -> np.ndarray:
 class AdvantageTask:
     """Runs the advantage task.
 
-    finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
-    both return whether this is the first time. complete: returns whether the steps are complete that must be before a
-    step is trained. late: returns the step to which a finished group may go, and the group that is
-    late there, None where there is none; exchanged: called when the two have changed their steps; decided: called with
-    the step and each group that the trainer shall see, again where it is decided again. spans: records when it decides.
-    filtered: groups of each step without variance that were dropped, by an earlier driver too; components: means of the
-    components of the reward.
+    finished: called with the serial of each generated group; excluded: called with the serial of each group that is not
+    trained; both return whether this is the first call for the group. complete: returns whether all steps that must be
+    complete before a step is trained are complete. late: returns the step to which a finished group may move and the
+    late group there, None if there is none. exchanged: called after the two groups have exchanged their steps. decided:
+    called with the step and each group to be trained, repeatedly if it is decided repeatedly. spans: records the times
+    of decisions. filtered: number of dropped groups without variance by step, including those of earlier drivers.
+    components: means of the components of the reward.
     """
 
     queue: QueueClient
@@ -358,12 +360,12 @@ class AdvantageTask:
     filtered: Counter[int] = field(default_factory=Counter)
     components: ComponentMeans = field(default_factory=ComponentMeans)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
-    _asked: _Exchange | None = None
+    _pending_exchange: _Exchange | None = None
 
     async def run(self) -> None:
-        """Serve the task for as long as the job lasts.
+        """Serve the task until the job ends.
 
-        Raises ManifestError when more groups of a step had no variance than the policy allows.
+        Raises ManifestError if more groups of a step had no variance than the policy allows.
         """
         while True:
             await self._exchange()
@@ -377,7 +379,7 @@ class AdvantageTask:
                     await self._decide(serial, list(group))
 
     async def renew(self) -> None:
-        """Renew the leases of what is held, for ever; what was lost is claimed again by ``run``."""
+        """Renew the leases of held groups, without end; ``run`` claims groups with lost leases again."""
         while True:
             held = [group for groups in self._held.values() for group in groups.values()]
             if leases := set().union(*(group.leases for group in held)):
@@ -389,7 +391,7 @@ class AdvantageTask:
             await asyncio.sleep(DRIVER_LEASE_S / 3)
 
     async def _release(self) -> None:
-        """Write the advantages of all steps of which enough are complete."""
+        """Write the advantages of the held groups of all steps that may be trained."""
         for step in sorted(self._held):
             if not self.complete(step):
                 continue
@@ -412,10 +414,10 @@ class AdvantageTask:
         if counts and (alike := self.policy.alike(judged)) is not None:
             self.rewards.alike[alike] += 1
         if reason is not None:
-            flat = reason == FILTERED_ZERO_VARIANCE  # as many groups of each step may be
-            (log.debug if flat else log.info)("group %d goes no further: %s", serial, reason)
-            # Before the drops, whose answer may be lost: what is dropped is not claimed again.
-            first = self._exclude(serial, reason, mend=to_mend(Counter(map(failure_of, failing))))
+            flat = reason == FILTERED_ZERO_VARIANCE  # frequent, so logged at a lower level
+            (log.debug if flat else log.info)("group %d is dropped: %s", serial, reason)
+            # Before the drops: if their answer is lost, the dropped rows are not claimed again.
+            first = self._exclude(serial, reason, part=failing_part(Counter(map(failure_of, failing))))
             filtered = first and flat
             self.filtered[group[0].meta.step] += filtered
             await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
@@ -438,20 +440,21 @@ class AdvantageTask:
         self.decided(step, decided)
 
     async def _step_of(self, serial: int, step: int) -> int:
-        """Return the step that has a finished group, once it has taken the place of one that is late."""
+        """Exchange a finished group with a late one if possible; return the step of the finished group."""
         if (place := self.late(serial)) is None:
             return step
-        self._asked = _Exchange(serial, *place)
+        self._pending_exchange = _Exchange(serial, *place)
         return place[0] if await self._exchange() else step
 
     async def _exchange(self) -> bool:
-        """Ask for the exchange that was not answered yet, if any; return whether it was made.
+        """Request the pending exchange, if any, and return whether it was made.
 
-        The same pair is asked for until there is an answer: the queue may have made an exchange that it did not answer.
+        The same pair is requested until an answer arrives, since the queue may have made the exchange although its
+        answer was lost.
         """
-        if self._asked is None:
+        if self._pending_exchange is None:
             return False
-        serial, step, late = self._asked
+        serial, step, late = self._pending_exchange
         try:
             await self.queue.exchange(partition=TRAIN, serial=serial, step=step, late=late, timeout=CALL_TIMEOUT_S)
             self.exchanged(serial, late)
@@ -459,7 +462,7 @@ class AdvantageTask:
         except Refused as error:
             log.warning("group %d stays in its step: %s", serial, error)
             made = False
-        self._asked = None
+        self._pending_exchange = None
         return made
 
     async def _drop(self, rows: list[LeasedRow], reasons: Mapping[int, str]) -> None:
@@ -469,12 +472,12 @@ class AdvantageTask:
         for reason, alike in groupby(sorted(rows, key=reason_of), key=reason_of):
             await self.queue.drop(list(alike), reason=reason, timeout=CALL_TIMEOUT_S)
 
-    def _exclude(self, serial: int, reason: str, *, mend: str) -> bool:
+    def _exclude(self, serial: int, reason: str, *, part: str) -> bool:
         first = self.excluded(serial)
         if not self.policy.refills:
             self.rewards.pause(
-                f"{mend} to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
-                "true: which prompt takes its place would depend on when that happened"
+                f"{part} to be fixed: group {serial} is dropped ({reason}), and schedule.deterministic is true: the "
+                "prompt that would replace it depends on timing"
             )
         return first
 
@@ -487,8 +490,8 @@ class AdvantageTask:
                 f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
                 f" the last time {reward:g} (of all groups, {self._alike_words})",
                 where="spec.algorithm.filterZeroVariance",
-                hint="The task is too easy or too hard for the model, or the reward always says the same. Change data"
-                " or reward, keep such groups, or raise maxFilteredBatches; the run can be resumed",
+                hint="The task is too easy or too hard for the model, or the reward is constant. Change data or reward,"
+                " keep such groups, or raise maxFilteredBatches; the run can be resumed",
             )
 
     @property

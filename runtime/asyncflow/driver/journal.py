@@ -1,10 +1,10 @@
-"""Files that people read, most of them lines, and that a restarted driver reads back.
+"""Files of the driver, most of them lines of text, which users read and a restarted driver reads back.
 
-Numbers are bounded when they are read back, so that what is made of them can be said in a status.
+Numbers are bounded when they are read back, so that figures computed from them fit into a status.
 
-Invariants: whatever such a file holds, and whatever the disk does, the run goes on: a line that cannot be read is set
-aside in ``NAME.bad``, one that cannot be written is kept here and written with the next; a line is in the file whole or
-not at all, but for the last one of a writer that was killed, which is cut off when the file is opened again.
+Invariants: neither the content of a file nor an error of the disk ends the run: a line that cannot be read is moved to
+``NAME.bad``, and a line that cannot be written is kept in memory and written with the next one; a file contains only
+complete lines, except for the last line of a writer that was killed, which is cut off when the file is opened again.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ FILES = METRICS, EVENTS, LIVES, REWARDS, PROMPTS, SUMMARY = (
 )
 """The driver's files in the folder of a run."""
 FIRST_DISPATCH = "first dispatch"
-"""Event with which the time begins that counts: the first prompt is on its way."""
+"""Event of the first dispatched prompt, at which the measured time starts."""
 ASIDE = ".bad"
-"""Ending of the file that takes what cannot be read of another."""
+"""Suffix of the file that receives the unreadable content of another file."""
 
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNTED)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Moment = Annotated[float, Meta(ge=0, le=1e11)]
-"""Unix seconds, of which a date can be said."""
+"""Unix seconds that can be converted to a date."""
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 
 FULL_DISK = "Free some space; the run can be resumed."
 
 
 class Journal:
-    """The lines of ``path``, to be appended to.
+    """A file of JSON lines that can be appended to.
 
-    check: raises ValueError or msgspec.ValidationError for what is JSON, but no line of this file.
+    check: raises ValueError or msgspec.ValidationError for a JSON value that is not a line of this file.
     """
 
     def __init__(self, path: Path, *, check: Callable[[Any], object]) -> None:
@@ -70,7 +70,7 @@ class Journal:
         self._read()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write one line, with those that could not be written before."""
+        """Write one line, and the lines that could not be written before."""
         self.lines.append(line)
         self._unwritten += json.dumps(line, separators=(",", ":")).encode() + b"\n"
         self.write()
@@ -83,13 +83,13 @@ class Journal:
             self._write()
         except OSError as error:
             if not self._failing:
-                log.warning("%s cannot be written, its lines are kept until it can: %s", self.path, error)
+                log.warning("%s cannot be written now; its lines are kept and written again: %s", self.path, error)
             self._failing = True
         else:
             self._unwritten, self._failing = b"", False
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining lines, and close the file."""
         self.write()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -115,7 +115,7 @@ class Journal:
         except FileNotFoundError:
             return
         except OSError as error:
-            log.warning("%s cannot be read, its figures are not known any more: %s", self.path, error)
+            log.warning("%s cannot be read, its figures are lost: %s", self.path, error)
             return
         *whole, torn = data.split(b"\n")
         self._torn, self._whole = bool(torn), len(data) - len(torn)
@@ -133,7 +133,7 @@ class Journal:
             self._set_aside(sound, bad)
 
     def _set_aside(self, sound: list[bytes], bad: list[bytes]) -> None:
-        """Keep the bad lines in a file of their own."""
+        """Move the bad lines to a file of their own."""
         aside = self.path.with_name(f"{self.path.name}{ASIDE}")
         what = f"{len(bad)} line{'s' * (len(bad) > 1)} of {self.path.name} cannot be read"
         try:
@@ -141,23 +141,23 @@ class Journal:
                 file.writelines(line + b"\n" for line in bad)
             durable.write_whole(self.path, b"".join(line + b"\n" for line in sound))
         except OSError as error:
-            log.warning("%s, and cannot be set aside: %s", what, error)
+            log.warning("%s, and cannot be moved to %s: %s", what, aside, error)
         else:
             self._torn = False
             log.warning("%s; see %s", what, aside)
 
 
 class StateFile:
-    """A file with one JSON value, which a driver replaces now and then and the next one reads."""
+    """A file with one JSON value, which a driver replaces periodically and the next driver reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failing = False
 
     def read(self, kind: type[T]) -> T | None:
-        """Return what was written last; None where nothing was, or nothing that can be read.
+        """Return the value that was written last; None if there is none or it cannot be read.
 
-        A damaged file is set aside in ``NAME.bad``.
+        A damaged file is renamed to ``NAME.bad``.
         """
         path = self.path
         try:
@@ -166,27 +166,27 @@ class StateFile:
             return None
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             aside = path.with_name(f"{path.name}{ASIDE}")
-            log.warning("%s is damaged, see %s: %s", path.name, aside, wrong)
+            log.warning("%s is damaged, see %s: %s", path.name, aside, error)
             with contextlib.suppress(OSError):
                 path.rename(aside)
         return None
 
     def write(self, value: object) -> None:
-        """Replace the file, so that a reader sees it whole; where it cannot be written, the one before stays."""
+        """Replace the file atomically; if it cannot be written, the previous content stays."""
         try:
             durable.write_whole(self.path, msgspec.json.encode(value))
         except OSError as error:
             if not self._failing:
-                log.warning("%s cannot be written, the next driver will not know of it: %s", self.path, error)
+                log.warning("%s cannot be written, so the next driver will lack it: %s", self.path, error)
             self._failing = True
         else:
             self._failing = False
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file that a reader sees whole or not at all. Raises AsyncFlowError where it cannot be written."""
+    """Write a text file atomically. Raises AsyncFlowError if it cannot be written."""
     try:
         durable.write_whole(path, text.encode())
     except OSError as error:
@@ -194,7 +194,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Read the driver's summary; None where it wrote none, or it cannot be read."""
+    """Read the driver's summary; None if there is none, or it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

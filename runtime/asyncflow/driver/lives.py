@@ -1,14 +1,14 @@
-"""Lifetime of each process of the job, its working time, and its output.
+"""Lifetime, working time and output of each process of the job.
 
-A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint), a rollout
-also those in which it had something to do, and the tokens that it generated, and reports the sums with each heartbeat.
-Idle shares are those of a window, which begins with the first prompt dispatched and ends with the last step. The job
-was *up* while at least one process was there: what a driver's restart leaves out, the others cover, and what nobody
-covers was no time of the job. The figures of the last laps are what the elastic policy goes by.
+A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint). A rollout
+also counts the seconds in which it had work, and its generated tokens. Each heartbeat reports the sums. Idle shares
+refer to a window from the first dispatched prompt to the last step. The job was *up* while at least one process lived:
+other processes cover the restart of a driver, and a time in which no process lived does not count. The elastic policy
+uses the figures of the last laps.
 
-Invariants: an idle share is between 0 and 1, and an instance that lived for half of the window weighs half; ``dump``
-and ``restore`` carry all of this over to the next driver, a resumed run included; the figures of a lap are of one
-attempt of the trainer, and of steps that followed one of the same attempt.
+Invariants: an idle share is between 0 and 1, and an instance that lived for half of the window has half the weight;
+``dump`` and ``restore`` pass all lives to the next driver, also when a run is resumed; the figures of a lap come from
+one attempt of the trainer, and from steps that followed a step of the same attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncflow.driver.journal import Count, Finite, Moment, Seconds
 LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
 LAPS: Final = 3
-"""Laps that the elastic policy looks at."""
+"""Number of laps that the elastic policy uses."""
 _LEAST_S: Final = 1e-6
 
 
@@ -37,9 +37,9 @@ _LEAST_S: Final = 1e-6
 class Life:
     """One incarnation of a role; times by ``clock.now``.
 
-    busy_s: seconds of work that it reported last, at ``busy_seen``; held_s: seconds since ``held_since`` in which it
-    had something to do, waiting for weights or rewards included; figures: the metrics that it reported last
-    (``telemetry.metrics.RoleMetrics.figures``); left: it went as it was told to.
+    seen: time of its last heartbeat; busy_s: seconds of work as reported last, at ``busy_seen``; held_s: seconds since
+    ``held_since`` in which it had work, including waits for weights or rewards; figures: its last reported metrics
+    (``telemetry.metrics.RoleMetrics.figures``); left: whether it left as directed.
     """
 
     role: Annotated[str, Meta(pattern=f"^{ROLE_NAME}$")]
@@ -58,7 +58,7 @@ class Life:
 
 @dataclass(kw_only=True)
 class Lives:
-    """All incarnations of all roles that the drivers of the job have heard of. opened, closed: the window."""
+    """All incarnations of all roles that the drivers of the job have observed. opened, closed: the window."""
 
     opened: float | None = None
     closed: float | None = None
@@ -76,9 +76,7 @@ class Lives:
         tokens: int = 0,
         figures: Mapping[str, float] | None = None,
     ) -> None:
-        """Take in a heartbeat; what was worked after the window is closed does not count any more. held_s: None as long
-        as it cannot have anything to do.
-        """
+        """Record a heartbeat; work after the end of the window does not count. held_s: None before it has weights."""
         life = self._lives.setdefault(incarnation, Life(role=role, started=started, seen=now))
         life.started, life.seen = min(life.started, started), now
         life.tokens = max(life.tokens, tokens)
@@ -90,7 +88,7 @@ class Lives:
                 life.held_since = now if life.held_since is None else life.held_since
 
     def leave(self, incarnation: str) -> None:
-        """Note that a process went as it was told to."""
+        """Record that a process left as directed."""
         if (life := self._lives.get(incarnation)) is not None:
             life.left = True
 
@@ -109,18 +107,18 @@ class Lives:
         return {role: 1.0 - worked[role] / lived[role] for role in sorted(lived)}
 
     def occupied(self, role: str) -> tuple[float, float]:
-        """Return the seconds in which the processes of a role could work, as far as they have reported, and of these
-        the seconds in which they had something to do.
+        """Return the seconds in which the processes of a role were ready to work, up to their last reports, and the
+        part of these seconds in which they had work.
         """
-        could = held = 0.0
+        ready = held = 0.0
         for life in self._lives.values():
             if life.role == role and life.held_since is not None:
-                could += life.busy_seen - life.held_since
+                ready += life.busy_seen - life.held_since
                 held += life.held_s
-        return could, held
+        return ready, held
 
     def start_seconds(self, role: str) -> float:
-        """Return the median of the seconds that a process of a role took to be able to work, 0 before one could."""
+        """Return the median of the seconds from the start of a process of a role until it was ready, 0 if none was."""
         took = [
             life.held_since - life.started
             for life in self._lives.values()
@@ -130,11 +128,11 @@ class Lives:
 
     @property
     def tokens_generated(self) -> int:
-        """Response tokens that all rollouts have generated, those that are gone included."""
+        """Response tokens that all rollouts have generated, including rollouts that have ended."""
         return sum(life.tokens for life in self._lives.values())
 
     def up_s(self, since: float, until: float) -> float:
-        """Return the seconds between two times in which at least one process was there."""
+        """Return the seconds between two times in which at least one process lived."""
         covered, reached = 0.0, since
         for life in sorted(self._lives.values(), key=lambda life: life.started):
             end = min(life.seen, until)
@@ -147,22 +145,23 @@ class Lives:
         return {incarnation: asdict(life) for incarnation, life in self._lives.items()}
 
     def restore(self, lives: Mapping[str, Life]) -> None:
-        """Take over what an earlier driver knew."""
+        """Restore the lives that an earlier driver wrote."""
         self._lives = {**lives, **self._lives}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """Sums at the end of a step: seconds of the steps, and of those that the trainer waited; seconds in which rollouts
-    could work, and of those in which they had something to do; samples and tokens trained; tokens generated.
+    """Sums at the end of a step.
 
-    slot_share: mean share of the slots that was in use since the mark before.
+    wall_s: seconds of the steps; wait_s: seconds of them that the trainer waited; ready_s: seconds in which rollouts
+    were ready to work; held_s: seconds of them in which they had work; samples, trained: trained samples and tokens;
+    generated: generated tokens; slot_share: mean share of the slots in use since the previous mark.
     """
 
     step: int
     wall_s: float
     wait_s: float
-    could_s: float
+    ready_s: float
     held_s: float
     samples: int
     trained: int
@@ -171,7 +170,9 @@ class _Mark:
 
 
 class Laps:
-    """The last laps of the run: whole steps that took ``LAP_S`` seconds together, so that heartbeats tell of them."""
+    """The last laps of the run. A lap is a number of whole steps that took at least ``LAP_S`` seconds together, so that
+    every lap contains several heartbeats.
+    """
 
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
@@ -182,12 +183,12 @@ class Laps:
         self._slot_share, self._looks = 0.0, 0
 
     def look(self, slot_share: float) -> None:
-        """Take in the share of all slots that is in use now; looked at in equal intervals."""
+        """Record the share of all slots in use now; called at equal intervals."""
         self._looks += 1
         self._slot_share += (slot_share - self._slot_share) / self._looks
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Take in an optimizer step, a line of ``metrics.jsonl``."""
+        """Record an optimizer step, a line of ``metrics.jsonl``."""
         if line["attempt"] != self._attempt:
             self._attempt = line["attempt"]
             self._marks.clear()
@@ -198,12 +199,12 @@ class Laps:
             self._trained += line["tokens"]
             if self._wall_s - self._marks[-1].wall_s < LAP_S:
                 return
-        could_s, held_s = self._lives.occupied("rollout")
+        ready_s, held_s = self._lives.occupied("rollout")
         mark = _Mark(
             step=line["step"],
             wall_s=self._wall_s,
             wait_s=self._wait_s,
-            could_s=could_s,
+            ready_s=ready_s,
             held_s=held_s,
             samples=self._samples,
             trained=self._trained,
@@ -214,14 +215,14 @@ class Laps:
         self._slot_share, self._looks = 0.0, 0
 
     def recent(self) -> RecentFigures | None:
-        """Return the figures of the last ``LAPS`` laps, None before there are so many."""
+        """Return the figures of the last ``LAPS`` laps, None if there are fewer."""
         if len(self._marks) <= LAPS:
             return None
         laps, first, last = list(pairwise(self._marks)), self._marks[0], self._marks[-1]
         return RecentFigures(
             since=first.step,
             wait_share=min(_share(b.wait_s - a.wait_s, b.wall_s - a.wall_s, otherwise=0.0) for a, b in laps),
-            busy_share=max(_share(b.held_s - a.held_s, b.could_s - a.could_s, otherwise=1.0) for a, b in laps),
+            busy_share=max(_share(b.held_s - a.held_s, b.ready_s - a.ready_s, otherwise=1.0) for a, b in laps),
             slot_share=min(1.0, max(b.slot_share for _, b in laps)),
             tokens_per_second=max(0, last.generated - first.generated) / max(last.wall_s - first.wall_s, _LEAST_S),
             tokens_per_sample=(last.trained - first.trained) / max(last.samples - first.samples, 1),

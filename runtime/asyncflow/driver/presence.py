@@ -1,10 +1,10 @@
-"""Answers of the driver to those who look at a job from elsewhere: how each process does, and all that it knows.
+"""Answers of the driver to remote observers of a job.
 
-``GET /v1/live`` says how processes and tasks do, for a view; ``GET /v1/evidence`` has what the files of a
-run have, for whoever cannot read these (``asyncflow doctor``).
+``GET /v1/live`` returns the state of each process and task, for a view. ``GET /v1/evidence`` returns the content of the
+run's files, for a client without access to them (``asyncflow doctor``).
 
-Invariant: neither answer holds settings of functions, plugins or pods, where a person may have put what is secret; the
-second is bounded, by the newest ``MOST_LINES`` lines of each file.
+Invariants: neither answer contains settings of functions, plugins or pods, which may contain secrets; the second answer
+is bounded: it has the newest ``MOST_LINES`` lines of each file.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from asyncflow.rpc.membership import AGE, FIGURES, Member, Status
 
 MOST_LINES = 2000
 _PRIVATE = frozenset({"annotations", "config", "options", "template"})
-"""Entries of a manifest whose content is free."""
+"""Entries of a manifest with free-form content."""
 
 
 class TaskDepth(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one task of the queue: ready to be taken, and leased."""
+    """Number of ready rows and of leased rows of one task of the queue."""
 
     ready: int = 0
     leased: int = 0
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the job, by its last heartbeat.
+    """One process of the job, from its last heartbeat.
 
-    http: where it serves its metrics; age_s: since it began; silent_s: since that heartbeat; busy_s: seconds in which
-    it worked, None where it does not say; tokens: response tokens that it has generated; running: sequences in
-    generation; version, step: of the weights in use, and the last one made, -1 for none; state: in a few words.
+    http: address of its metrics; age_s: seconds since its start; silent_s: seconds since the heartbeat; busy_s: seconds
+    of work, None if not reported; tokens: generated response tokens; running: running sequences; slots: most running
+    sequences; version: packed version of the loaded weights, -1 for none; step: last step that it made, -1 for none;
+    state: a short description; figures: its metrics by name.
     """
 
     role: str
@@ -55,7 +56,9 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``GET /v1/live``. name: of the job; queue: by PARTITION/TASK, in the order of the flow."""
+    """Answer of ``GET /v1/live``. name: name of the job; queue: depth of each task by PARTITION/TASK, in the order in
+    which the queue reports them.
+    """
 
     name: str
     members: list[MemberState] = []
@@ -63,7 +66,7 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def live_state(name: str, members: list[MemberState], stats: QueueStats | None) -> LiveState:
-    """Return how the members and the tasks of the queue do. stats: of the queue, None where they are not known."""
+    """Return the state of the members and of the queue's tasks. stats: statistics of the queue, None if unknown."""
     ready, leased = (stats.ready, stats.leased) if stats is not None else ({}, {})
     tasks = dict.fromkeys((*ready, *leased))
     queue = {task: TaskDepth(ready=ready.get(task, 0), leased=leased.get(task, 0)) for task in tasks}
@@ -71,7 +74,7 @@ def live_state(name: str, members: list[MemberState], stats: QueueStats | None) 
 
 
 def member_state(member: Member, status: Status, *, silent_s: float) -> MemberState:
-    """Return how ``member`` does by its last heartbeat, ``silent_s`` seconds ago."""
+    """Return the state of ``member`` from its last heartbeat, ``silent_s`` seconds ago."""
     return MemberState(
         role=member.role,
         index=member.index,
@@ -91,7 +94,7 @@ def member_state(member: Member, status: Status, *, silent_s: float) -> MemberSt
 
 
 def _state(status: Status) -> str:
-    """Return what a process says of itself in a few words, "" where it says nothing."""
+    """Return a short description of a process from its status, "" if there is nothing to report."""
     if status.get("draining"):
         return "draining"
     doing = (
@@ -110,7 +113,7 @@ def evidence_of(
     lives: Mapping[str, Any],
     rewards: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what the files of a run say: its manifest, lines of steps and events, lives, and outcomes of rewards."""
+    """Return the content of the run's files: manifest, lines of steps and events, lives, and outcomes of rewards."""
     manifest = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {
         "job": _public(manifest),

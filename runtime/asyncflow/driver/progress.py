@@ -1,15 +1,14 @@
-"""Progress of the run and within its current step: lines for steps and evaluations, and the figures drawn from them.
+"""Progress of the run and of its current step: lines for steps and evaluations, and the figures computed from them.
 
-The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
-restarted driver; where they are gone with its folder, the ledger still says which step was the last. A step that a
-restarted trainer made again has two lines; the later attempt's counts. Evaluations of it and of what followed spoke of
-weights that are no more: an event says from which step on they are void.
+The lines are the source of all figures: a restarted driver reads ``metrics.jsonl`` (steps) and ``events.jsonl`` (start,
+evaluations, end). If they were lost with its folder, the ledger still has the last step. A step that a restarted
+trainer made again has two lines, of which the line of the later attempt counts. Evaluations of that step and of later
+ones refer to weights that no longer exist: an event records the step from which on they are void.
 
-Invariants: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees;
-an evaluation that counts is one of the weights that survive; how far the run has come is known from the ledger where
-lines are missing; durations are those that the trainer measured with a clock that nobody sets; figures of the current
-step are counted by those who do the work: generated samples by the queue, trained ones by the trainer's ranks, tokens
-and running sequences by the rollouts.
+Invariants: every figure is computed from lines, so it is the same before and after a restart; only evaluations of
+surviving weights count; if lines are missing, the last step is taken from the ledger; durations are measured by the
+trainer with a monotonic clock; the counts of the current step come from the process that does the work: generated
+samples from the queue, trained samples from the trainer's ranks, tokens and running sequences from the rollouts.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ AGAIN = "step made again"
 _Versions = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
 LOG_S = 7.0
-"""Seconds between two lines of progress: an event loop that is busy for a while still keeps to the promised 10."""
+"""Seconds between two log lines of progress; less than the documented 10, since the event loop may be busy."""
 _WINDOW = 5
-"""Looks over which the rate of generation is taken."""
+"""Number of observations over which the rate of generation is computed."""
 
 
 class _Step(Struct, kw_only=True):
-    """Fields of a line of ``metrics.jsonl`` from which figures are drawn, with the bounds of their values."""
+    """Fields of a line of ``metrics.jsonl`` from which figures are computed, with the bounds of their values."""
 
     at: Moment
     step: Annotated[int, Meta(ge=1)]
@@ -85,15 +84,15 @@ class _Event(Struct, kw_only=True):
 
 
 class _Again(Struct, kw_only=True):
-    """Further fields of an event ``AGAIN``."""
+    """Further fields of the event ``AGAIN``."""
 
     step: Count
 
 
 def line_of(report: TrainReport, *, at: float, components: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return the line of ``metrics.jsonl`` that says what ``report`` says.
+    """Return the line of ``metrics.jsonl`` for ``report``.
 
-    at: when it came, in unix seconds; components: means of those of the reward, where it has any.
+    at: time of its arrival in unix seconds; components: means of the components of the reward, if it has any.
     """
     fields: dict[str, Any] = msgspec.to_builtins(report)
     seconds, metrics = fields.pop("seconds"), fields.pop("metrics")
@@ -104,7 +103,9 @@ def line_of(report: TrainReport, *, at: float, components: Mapping[str, float] |
 
 @dataclass
 class RunProgress:
-    """The run's lines. folder: the run's output folder; steps: of the whole run; now: unix seconds at the start."""
+    """The run's lines. folder: output folder of the run; steps: number of steps of the run; now: unix seconds at the
+    start of this driver.
+    """
 
     folder: Path
     steps: int
@@ -115,7 +116,7 @@ class RunProgress:
     evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read what an earlier driver of this run wrote."""
+        """Read the lines of earlier drivers of this run."""
         self._metrics = Journal(self.folder / METRICS, check=self._check_step)
         self._events = Journal(self.folder / EVENTS, check=self._event_of)
         for line in self._metrics.lines:
@@ -133,7 +134,7 @@ class RunProgress:
         self._events.append({"event": event, "at": at, **fields})
 
     def at(self, event: str, *, first: bool = True) -> float | None:
-        """Return when ``event`` happened for the first (or last) time, or None."""
+        """Return the time when ``event`` happened first (or last), or None."""
         times = [float(line["at"]) for line in self._events.lines if line["event"] == event]
         return None if not times else times[0] if first else times[-1]
 
@@ -143,18 +144,18 @@ class RunProgress:
         return self.at("driver started") or self.now
 
     def catch_up(self, step: int, *, attempt: int) -> None:
-        """Take over from the ledger that ``step`` was made by trainer ``attempt``, where no line says so.
+        """Record from the ledger that trainer ``attempt`` made ``step``, if no line does.
 
-        The figures of steps that have no line are not known any more.
+        The figures of steps without a line are lost.
         """
         if step > self.done:
             self._unreported = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
-        """Record an optimizer step; return whether it, or a later one, was made before by another attempt.
+        """Record an optimizer step; return whether another attempt made it, or a later step, before.
 
-        One that is known, since the answer to its report was lost, is not recorded again. Raises Fenced for one of an
-        attempt older than one that has reported to this driver: its report was long on its way.
+        A step that is already recorded, because the answer to its report was lost, is not recorded again. Raises Fenced
+        for a delayed report of an attempt older than one that has reported to this driver.
         """
         if self.knows(line["step"], attempt=line["attempt"]):
             return False
@@ -174,11 +175,11 @@ class RunProgress:
         return again
 
     def knows(self, step: int, *, attempt: int) -> bool:
-        """Return whether there is a line of ``step`` as this attempt made it."""
+        """Return whether there is a line of ``step`` from this attempt."""
         return step in self._by_step and self._by_step[step]["attempt"] == attempt
 
     def write(self) -> None:
-        """Write the lines that could not be written when they were made."""
+        """Write the lines that could not be written before."""
         self._metrics.write()
         self._events.write()
 
@@ -204,37 +205,39 @@ class RunProgress:
 
     @property
     def last_step_at(self) -> float | None:
-        """Time at which the newest step that has a line was done, in unix seconds."""
+        """Time of the report of the newest step that has a line, in unix seconds."""
         return float(self.lines[-1]["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:
-        """Return the seconds that each step took that followed one of the same trainer attempt."""
+        """Return the seconds of each step that followed a step of the same trainer attempt."""
         return [seconds for seconds, _ in self._paces()]
 
     def tokens_per_second(self) -> float:
-        """Return the tokens trained in a second, over the recent steps that followed one of their own attempt."""
+        """Return the trained tokens per second over the recent steps that followed a step of the same attempt."""
         recent = self._paces()[-RECENT_STEPS:]
         seconds = sum(pace for pace, _ in recent)
         return sum(tokens for _, tokens in recent) / seconds if seconds > _LEAST_S else 0.0
 
     def eta_seconds(self) -> float | None:
-        """Return the seconds to the last step at the pace of the recent steps; None before there is a pace."""
+        """Return the seconds to the last step at the pace of the recent steps; None while there is no pace."""
         recent = self.step_seconds()[-RECENT_STEPS:]
         return statistics.fmean(recent) * (self.steps - self.done) if recent else None
 
     def step_p95(self) -> float | None:
-        """Return the 95th percentile of the seconds between steps."""
+        """Return the 95th percentile of the seconds of a step."""
         seconds = sorted(self.step_seconds())
         return seconds[int(0.95 * len(seconds))] if seconds else None
 
     def wait_share(self) -> float:
-        """Return the share of the recent steps that the trainer waited for samples."""
+        """Return the share of the time of the recent steps in which the trainer waited for samples."""
         recent = self.lines[-RECENT_STEPS:]
         wall = sum(float(line["wall_s"]) for line in recent)
         return min(1.0, sum(float(line["wait_s"]) for line in recent) / wall) if wall else 0.0
 
     def samples_needed(self) -> float | None:
-        """Return the samples a second that the trainer took in the recent steps while it did not wait; None before."""
+        """Return the samples per second that the trainer took in the recent steps while it did not wait, None if
+        unknown.
+        """
         recent = self.lines[-RECENT_STEPS:]
         worked = sum(float(line["wall_s"]) - float(line["wait_s"]) for line in recent)
         return sum(int(line["samples"]) for line in recent) / worked if worked > _LEAST_S else None
@@ -245,7 +248,7 @@ class RunProgress:
         self._events.close()
 
     def _paces(self) -> list[tuple[float, int]]:
-        """Return seconds and tokens of each step that followed one of the same attempt."""
+        """Return the seconds and tokens of each step that followed a step of the same attempt."""
         pairs = [(a, b) for a, b in pairwise(self.lines) if a["attempt"] == b["attempt"]]
         return [(float(b["wall_s"]), int(b["tokens"])) for _, b in pairs]
 
@@ -259,11 +262,11 @@ class RunProgress:
         self._by_step[step] = line
 
     def _check_step(self, line: Any) -> None:
-        """Raise msgspec.ValidationError or ValueError for what is no step of this run."""
+        """Raise msgspec.ValidationError or ValueError if ``line`` is not a step of this run."""
         self._check_within(msgspec.convert(line, _Step).step)
 
     def _event_of(self, line: Any) -> _Event | _Again | EvaluationResult:
-        """Return what a line of ``events.jsonl`` says. Raises as ``_check_step``."""
+        """Return the event in a line of ``events.jsonl``. Raises as ``_check_step``."""
         event = msgspec.convert(line, _Event)
         if event.event == AGAIN:
             return msgspec.convert(line, _Again)
@@ -279,10 +282,10 @@ class RunProgress:
 
 
 class StepWatch:
-    """Looks into the step that is being made. samples: of one step; clock: monotonic seconds.
+    """Observes the current step. samples: number of samples of one step; clock: monotonic seconds.
 
-    A step that all ranks finished after this driver read the ledger, and that was reported to the one before, is
-    noticed here: nobody reports it again, and until it is known the versions that it needed are kept for it.
+    It also notices a step that all ranks finished after this driver read the ledger but reported to the driver before:
+    the trainer does not report it again, and until it is known the versions that it needed stay required.
     """
 
     def __init__(
@@ -302,7 +305,7 @@ class StepWatch:
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
     async def look(self) -> StepProgress | None:
-        """Return how far the step is, None after the last. Raises PeerLost or DeadlineExceeded as the queue does."""
+        """Return the progress of the current step, None after the last. Raises PeerLost or DeadlineExceeded."""
         step = self._progress.done + 1
         if step > self._progress.steps:
             return None
@@ -331,7 +334,7 @@ class StepWatch:
 
 
 async def log_progress(words: Callable[[], str]) -> None:
-    """Log ``words()`` every ``LOG_S`` seconds, without end."""
+    """Log ``words()`` every ``LOG_S`` seconds; never returns."""
     while True:
         await asyncio.sleep(LOG_S)
         log.info("%s", words())

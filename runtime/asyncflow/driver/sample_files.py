@@ -1,9 +1,9 @@
-"""Files with the texts of samples, one for each step and each evaluation of which some are kept.
+"""Files with the texts of samples, one file for each step and each evaluation with kept samples.
 
     DIR/samples/step-000012.jsonl  eval-000010.jsonl  or .parquet
 
-Invariants: a reader sees a file whole or not at all, also while the run goes on, and a step that is made again replaces
-its file; a file that is damaged, or in a format that cannot be read here, is named and costs its own samples only.
+Invariants: a reader sees a complete file or none, also during the run; a step that is made again replaces its file; the
+error for a file that is damaged, or in a format that cannot be read here, names the file and affects its samples only.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Purpose = Literal["train", "eval"]
 _FORMATS = get_args(Format)
 _PREFIX: dict[Purpose, str] = {"train": "step", "eval": "eval"}
 _NAME = re.compile(r"(step|eval)-([0-9]{6,})\.(jsonl|parquet)")
-_LACKS_PYARROW = "pip install 'asyncflow[data]', or take storage.samples.format: jsonl"
+_LACKS_PYARROW = "pip install 'asyncflow[data]', or set storage.samples.format: jsonl"
 
 
 class SampleText(Struct, frozen=True, kw_only=True):
-    """One sample as people read it.
+    """One sample in readable form.
 
-    step: the step that trains it, or whose weights are evaluated; serial: of the prompt, in an evaluation its place in
-    all sets; set: name of the evaluation's set; drawn: whether it is of the unbiased draw, or there for its reward
-    alone; prompt, response: texts with special tokens; answer: of the data source, as JSON; reward: None where there is
-    none, for ``failure``; advantage: None in an evaluation; version_min, version_max: steps of the weights that made
-    its oldest and newest token; details: what else the rollout noted, JSON values by name: components of the reward,
-    and what the reward function told of the sample.
+    step: the step that trains it, or whose weights are evaluated; serial: serial of the prompt, in an evaluation its
+    index in all sets; set: name of the evaluation's set; drawn: whether it belongs to the unbiased draw, or is kept for
+    its reward only; prompt, response: texts with special tokens; answer: answer in the data, as JSON; reward: None if
+    the reward failed for the reason ``failure``; advantage: None in an evaluation; version_min, version_max: steps of
+    the weights that generated its oldest and newest token; details: further JSON values by name: the other tags of the
+    row, such as components of the reward, and the details that the reward function returned.
     """
 
     purpose: Purpose
@@ -64,7 +64,7 @@ class SampleText(Struct, frozen=True, kw_only=True):
 
 
 class SampleFile(NamedTuple):
-    """One file, and what its name says."""
+    """One file, and the purpose and step in its name."""
 
     path: Path
     purpose: Purpose
@@ -82,8 +82,8 @@ def write_samples(run: Path, samples: Sequence[SampleText], *, purpose: Purpose,
     folder = run / SAMPLES
     make_folder(folder)
     name = f"{_PREFIX[purpose]}-{step:06d}"
-    in_order = sorted(samples, key=lambda sample: (sample.serial, sample.sample))
-    write_whole(folder / f"{name}.{form}", _parquet(in_order) if form == "parquet" else _jsonl(in_order))
+    ordered = sorted(samples, key=lambda sample: (sample.serial, sample.sample))
+    write_whole(folder / f"{name}.{form}", _parquet(ordered) if form == "parquet" else _jsonl(ordered))
     for other in _FORMATS:
         if other != form:
             (folder / f"{name}.{other}").unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def sample_files(run: Path) -> list[SampleFile]:
 
 
 def read_samples(path: Path) -> list[SampleText]:
-    """Return the samples of one file. Raises AsyncFlowError where it cannot be read."""
+    """Return the samples of one file. Raises AsyncFlowError if it cannot be read."""
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path)
@@ -109,7 +109,7 @@ def read_samples(path: Path) -> list[SampleText]:
 
 
 def read_step(run: Path, *, purpose: Purpose, step: int) -> list[SampleText]:
-    """Return what is kept of a step or an evaluation, nothing where there is no file. Raises AsyncFlowError."""
+    """Return the kept samples of a step or an evaluation, none if there is no file. Raises AsyncFlowError."""
     paths = [run / SAMPLES / f"{_PREFIX[purpose]}-{step:06d}.{form}" for form in _FORMATS]
     return [sample for path in paths if path.is_file() for sample in read_samples(path)]
 

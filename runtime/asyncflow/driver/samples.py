@@ -1,15 +1,15 @@
-"""Texts of samples that a run keeps: which, and how they come out of the queue into files.
+"""Selection of samples whose texts a run keeps, and their way from the queue into files.
 
-Of each step some samples are drawn by a hash of (seed, prompt, number in the group), and those with the highest and the
-lowest rewards are kept beside them. The choice is made as groups are decided, of what is known so far; a sample that is
-chosen is fetched at once, in the background, and one that others push out is forgotten. So each step costs a few small
-reads, and no step waits for them: where a checkpoint commits a step before its last text was read, that one is missing.
-Samples of an evaluation are read before they are dropped; there the hash is of the prompt's place, so that every
-evaluation shows the same prompts.
+In each step some samples are drawn by a hash of (seed, prompt, number in the group); the samples with the highest and
+the lowest rewards are kept too. Whenever a group is decided, the choice is made among the samples so far. A newly
+chosen sample is fetched immediately, in the background; a sample that better candidates replace is discarded. So each
+step costs a few small reads, and no step waits for them: if a checkpoint commits a step before its last text was read,
+that text is missing. Samples of an evaluation are read before they are dropped. Their hash uses the index of the prompt
+in the sets instead of the serial, so every evaluation shows the same prompts.
 
-Invariants: which samples are drawn is a function of the seed and of the samples' names, whatever came when; a sample
-that is made again takes its own place; nothing that goes wrong here ends a run or changes what is trained; a driver
-that takes over goes on from the files, and lacks at most what the one before had read since its last write.
+Invariants: the draw depends on the seed and the keys of the samples only, not on the order in which they arrive; a
+sample that is generated again replaces its earlier text; an error here neither ends a run nor changes the training; a
+driver that takes over continues from the files and loses at most the texts since the last write.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ WRITE_S = 0.25
 FETCH_S = 10.0
 _COLUMNS = ("prompt_ids", "response_ids", "task")
 _DETAILS = "details"
-"""Column with what a reward function told of a sample, JSON or nothing."""
+"""Column with the details that a reward function returned, as JSON, or empty."""
 _OWN_FIELDS = frozenset(
     ("reward", "failure", "finish", TOKENS_TAG, "response_tokens", "version_min", "version_max", ROUND)
 )
-"""Tags that a ``SampleText`` has fields for, or that mean nothing to a reader."""
+"""Tags that have their own fields in ``SampleText``, or that are of no use to a reader."""
 
 Key: TypeAlias = tuple[int, int]
-"""A prompt, by its serial or its place among the held-out ones, and the sample's number in the group."""
-Kept: TypeAlias = tuple[Purpose, int]
-"""What has a file: a step, or the evaluation of its weights."""
+"""The serial of a prompt, or its index among the held-out prompts, and the sample's number in the group."""
+FileKey: TypeAlias = tuple[Purpose, int]
+"""The key of a file: a step, or the evaluation of its weights."""
 
 
-class Grounds(NamedTuple):
-    """Grounds of a choice. rank: the hash of the name."""
+class Criteria(NamedTuple):
+    """Criteria of a choice. rank: hash of the key; reward: NaN for none."""
 
     rank: int
     reward: float
@@ -66,21 +66,22 @@ class Grounds(NamedTuple):
 
 def rank_of(key: Key, *, seed: int) -> int:
     """Return the 64-bit hash of (seed, key) by which samples are drawn."""
-    words = f"{seed}/{key[0]}/{key[1]}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
+    text = f"{seed}/{key[0]}/{key[1]}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The rule of choice. drawn: samples with the least ranks; extremes: with the highest rewards, and the lowest.
+    """The rule of choice. drawn: number of samples with the lowest ranks; extremes: number of samples with the highest
+    rewards, and as many with the lowest.
 
-    ``of`` may be applied to what it returned for a part, together with the rest: the result is that for all at once.
+    ``of`` is incremental: the choice among an earlier choice and further candidates is the choice among all candidates.
     """
 
     drawn: int
     extremes: int
 
-    def of(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
+    def of(self, candidates: Mapping[Key, Criteria]) -> set[Key]:
         """Return the chosen keys."""
         by_reward = {key: one.reward for key, one in candidates.items() if one.reward == one.reward}
         rank = {key: one.rank for key, one in candidates.items()}
@@ -88,13 +89,13 @@ class Choice:
         worst = nsmallest(self.extremes, by_reward, key=lambda key: (by_reward[key], rank[key]))
         return {*self.draw(candidates), *best, *worst}
 
-    def draw(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
-        """Return the keys that are drawn, whatever their rewards."""
+    def draw(self, candidates: Mapping[Key, Criteria]) -> set[Key]:
+        """Return the drawn keys, which do not depend on rewards."""
         return set(nsmallest(self.drawn, candidates, key=lambda key: candidates[key].rank))
 
 
 class _Wanted(NamedTuple):
-    """A chosen sample whose text is to be read."""
+    """A chosen sample whose text must be read."""
 
     row: LeasedRow
     advantage: float | None
@@ -103,17 +104,17 @@ class _Wanted(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Reservoir:
-    """The samples of one step or evaluation: what is chosen so far, which texts are there, and which are wanted."""
+    """The samples of one step or evaluation: the chosen candidates, the texts read so far, and those still to read."""
 
     choice: Choice
-    candidates: dict[Key, Grounds] = field(default_factory=dict)
+    candidates: dict[Key, Criteria] = field(default_factory=dict)
     texts: dict[Key, SampleText] = field(default_factory=dict)
     wanted: dict[Key, _Wanted] = field(default_factory=dict)
     changed: bool = False
     written: float = 0.0
 
-    def offer(self, offered: Mapping[Key, tuple[Grounds, _Wanted]]) -> None:
-        """Choose anew, now that these samples are there, too; one with the name of another takes its place."""
+    def offer(self, offered: Mapping[Key, tuple[Criteria, _Wanted]]) -> None:
+        """Repeat the choice with further samples; a sample with the key of another one replaces it."""
         self.candidates |= {key: candidate for key, (candidate, _) in offered.items()}
         chosen = self.choice.of(self.candidates)
         for key in self.candidates.keys() - chosen:
@@ -123,7 +124,7 @@ class _Reservoir:
         self.wanted |= {key: wanted for key, (_, wanted) in offered.items() if key in chosen}
 
     def take(self, key: Key, wanted: _Wanted, text: SampleText | None) -> None:
-        """Put in a text that was read, None where it is gone, if it is still wanted."""
+        """Store a text that was read, None if its row no longer exists, unless the sample was replaced meanwhile."""
         if self.wanted.get(key) is not wanted:
             return
         del self.wanted[key]
@@ -132,7 +133,7 @@ class _Reservoir:
             self.changed = True
 
     def sorted_texts(self) -> list[SampleText]:
-        """Return the texts, each of which says whether it was drawn."""
+        """Return the texts, with the field ``drawn`` set."""
         drawn = self.choice.draw(self.candidates)
         return [msgspec.structs.replace(text, drawn=key in drawn) for key, text in self.texts.items()]
 
@@ -140,7 +141,7 @@ class _Reservoir:
 class SampleCollector:
     """Keeps samples of one run in ``folder``.
 
-    seed: of the draw; decode: returns the text of token ids.
+    seed: seed of the draw; decode: returns the text of token ids.
     """
 
     def __init__(
@@ -161,9 +162,9 @@ class SampleCollector:
             "train": Choice(drawn=spec.per_step, extremes=spec.extremes),
             "eval": Choice(drawn=spec.per_evaluation, extremes=0),
         }
-        self._open: dict[Kept, _Reservoir] = {}
-        self._over = 0
-        self._judged: set[int] = set()
+        self._open: dict[FileKey, _Reservoir] = {}
+        self._trained_to = 0
+        self._evaluated_steps: set[int] = set()
         self._more = asyncio.Event()
         self._failing = False
 
@@ -179,12 +180,12 @@ class SampleCollector:
         self._more.set()
 
     def trained(self, step: int) -> None:
-        """Finish the file of a step that was trained, and those before it."""
-        self._over = step
+        """Finish the files of a trained step and of all steps before it."""
+        self._trained_to = step
         self._more.set()
 
     async def run(self) -> None:
-        """Read what is wanted, and write it, for as long as the job lasts. Raises as the queue does."""
+        """Read the wanted texts and write them; runs until the job ends. Raises the errors of the queue."""
         while True:
             await self.read()
             await self.write()
@@ -196,35 +197,36 @@ class SampleCollector:
                 continue
 
     async def read(self) -> None:
-        """Read the texts that are wanted of steps."""
+        """Read the wanted texts of all steps."""
         self._more.clear()
         for (purpose, step), reservoir in list(self._open.items()):
             if purpose == "train" and reservoir.wanted:
                 await self._fill(purpose, step, reservoir)
 
     async def write(self, *, everything: bool = False) -> None:
-        """Write what has changed and is over, of other steps now and then; forget what is over.
+        """Write the changed files of finished steps and evaluations, and periodically those of unfinished steps.
 
-        everything: all that has changed is due, as at the end of the run.
+        Finished steps without wanted texts are then forgotten. everything: write all changed files, as at the end of a
+        run.
         """
         now = time.monotonic()
         for (purpose, step), reservoir in list(self._open.items()):
             training = purpose == "train"
-            over = step <= self._over if training else step in self._judged
-            due = over or everything or (training and now - reservoir.written >= WRITE_S)
+            finished = step <= self._trained_to if training else step in self._evaluated_steps
+            due = finished or everything or (training and now - reservoir.written >= WRITE_S)
             if reservoir.changed and due:
                 reservoir.changed, reservoir.written = False, now
                 await self._write(purpose, step, reservoir)
-            if over and not reservoir.wanted and not reservoir.changed:
+            if finished and not reservoir.wanted and not reservoir.changed:
                 self._open.pop((purpose, step), None)
                 if not training:
-                    self._judged.discard(step)
+                    self._evaluated_steps.discard(step)
 
     async def evaluating(self, rows: Sequence[EvaluatedRow]) -> None:
-        """Keep samples of an evaluation, which are dropped next; what cannot be read in time is missing."""
+        """Keep samples of an evaluation, whose rows are dropped next; texts that cannot be read in time are missing."""
         if not self._choices["eval"].drawn:
             return
-        by_step: dict[int, dict[Key, tuple[Grounds, _Wanted]]] = {}
+        by_step: dict[int, dict[Key, tuple[Criteria, _Wanted]]] = {}
         for row, place, name in rows:
             key = (place, row.meta.sample)
             by_step.setdefault(row.meta.step, {})[key] = self._candidate(key, row), _Wanted(row, None, name)
@@ -239,17 +241,19 @@ class SampleCollector:
 
     def evaluated(self, step: int) -> None:
         """Finish the file of an evaluation."""
-        self._judged.add(step)
+        self._evaluated_steps.add(step)
         self._more.set()
 
     def _reservoir(self, purpose: Purpose, step: int) -> _Reservoir:
-        """Return that of a step or an evaluation, begun from what an earlier driver, or attempt, has written."""
+        """Return the reservoir of a step or an evaluation; a new one of a step starts from the file of the step, if
+        any.
+        """
         if (purpose, step) not in self._open:
             reservoir = self._open[purpose, step] = _Reservoir(choice=self._choices[purpose])
             for text in self._written(purpose, step):
                 key = (text.serial, text.sample)
                 reservoir.texts[key] = text
-                reservoir.candidates[key] = Grounds(rank_of(key, seed=self._seed), _reward(text.reward))
+                reservoir.candidates[key] = Criteria(rank_of(key, seed=self._seed), _reward(text.reward))
         return self._open[purpose, step]
 
     def _written(self, purpose: Purpose, step: int) -> list[SampleText]:
@@ -258,12 +262,12 @@ class SampleCollector:
         try:
             return read_step(self._folder, purpose=purpose, step=step)
         except AsyncFlowError as error:
-            log.warning("the samples of step %d begin anew: %s", step, error)
+            log.warning("the earlier samples of step %d cannot be read and are replaced: %s", step, error)
             return []
 
-    def _candidate(self, key: Key, row: LeasedRow) -> Grounds:
+    def _candidate(self, key: Key, row: LeasedRow) -> Criteria:
         reward = None if failure_of(row) else row.meta.tags.get("reward")
-        return Grounds(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
+        return Criteria(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
 
     async def _fill(self, purpose: Purpose, step: int, reservoir: _Reservoir) -> None:
         wanted = dict(reservoir.wanted)
@@ -271,7 +275,7 @@ class SampleCollector:
             reservoir.take(key, wanted[key], text)
 
     async def _texts(self, purpose: Purpose, step: int, wanted: Mapping[Key, _Wanted]) -> dict[Key, SampleText | None]:
-        """Return the texts, None for a row that is gone."""
+        """Return the texts, None for a row that no longer exists or cannot be read."""
         rows = [each.row for each in wanted.values()]
         columns = [*_COLUMNS, _DETAILS] if all(_DETAILS in row.bytes for row in rows) else _COLUMNS
         try:
@@ -287,7 +291,7 @@ class SampleCollector:
             return dict.fromkeys(wanted)
         try:
             return await asyncio.to_thread(self._decoded, purpose, step, wanted, cells)
-        except Exception:  # of the tokenizer: ids that it does not know how to say end no run
+        except Exception:  # from the tokenizer: ids that it cannot decode must not end the run
             log.exception("%d samples of step %d are missing: they cannot be decoded", len(wanted), step)
             return dict.fromkeys(wanted)
 
@@ -298,7 +302,7 @@ class SampleCollector:
         for index, (key, (row, advantage, name)) in enumerate(wanted.items()):
             prompt, response, task = (cells[column].row(index) for column in _COLUMNS)
             tags, failure = row.meta.tags, failure_of(row)
-            told = cells[_DETAILS].row(index).tobytes() if _DETAILS in cells else b""
+            details = cells[_DETAILS].row(index).tobytes() if _DETAILS in cells else b""
             texts[key] = SampleText(
                 purpose=purpose,
                 step=step,
@@ -317,8 +321,8 @@ class SampleCollector:
                 version_min=int(tags.get("version_min", 0)),
                 version_max=int(tags.get("version_max", 0)),
                 finish=str(tags.get("finish", "")),
-                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS}
-                | _details(told),
+                details={tag: _json_value(value) for tag, value in tags.items() if tag not in _OWN_FIELDS}
+                | _details(details),
             )
         return texts
 
@@ -333,9 +337,9 @@ class SampleCollector:
         except OSError as error:
             reservoir.changed = True
             if not self._failing:
-                log.warning("samples cannot be written, they are kept until they can: %s", error)
+                log.warning("samples cannot be written now; they are kept and written again: %s", error)
             self._failing = True
-        except Exception:  # of a library that makes the file: no text is worth a run
+        except Exception:  # from a library that makes the file: missing texts must not end the run
             log.exception("samples of step %d cannot be put into a file", step)
         else:
             self._failing = False
@@ -345,21 +349,21 @@ def _reward(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _sayable(value: Tag) -> Tag:
-    """Return a tag as JSON can say it, which knows no infinite numbers."""
+def _json_value(value: Tag) -> Tag:
+    """Return a tag as a JSON value: numbers that JSON does not allow (infinity, NaN) become strings."""
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def _details(told: bytes) -> dict[str, Any]:
-    """Return what a reward function told, which may be nothing."""
+def _details(encoded: bytes) -> dict[str, Any]:
+    """Return the details that a reward function returned, empty if there are none."""
     try:
-        return msgspec.json.decode(told, type=dict[str, Any]) if told else {}
+        return msgspec.json.decode(encoded, type=dict[str, Any]) if encoded else {}
     except msgspec.MsgspecError:
         return {}
 
 
 def _answer(task: bytes) -> str:
-    """Return the answer of a packed prompt as JSON, "" where there is none."""
+    """Return the answer of a packed prompt as JSON, "" if there is none."""
     try:
         answer = Prompt.unpack(task).answer
     except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""Processes that feed the sinks of a job, one for each: the driver starts them, and tells them when there is more.
+"""Processes that feed the sinks of a job, one for each sink: the driver starts them and notifies them of new lines.
 
-Invariants: whatever a sink does, the driver waits for it at the end only, and there not long; a sink that fails is
-tried again, ever more seldom, and goes on where it was; each failure is counted, and logged the first time and when
-its words change; a process that feeds a sink ends with the driver.
+Invariants: the driver waits for a sink only at the end of the run, and for a limited time; a sink that fails is
+restarted after growing pauses and continues from its last position; each failure is counted, and logged if its message
+differs from the previous one; a process that feeds a sink ends with the driver.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asyncflow.process import PARENT
 log = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
-"""Seconds that sinks have at the end of a run to write what they lack."""
+"""Seconds that sinks have at the end of a run to write the remaining lines."""
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 600.0
-_MOST_WORDS = 1000
-"""Bytes of what a process said last that are looked at for the reason of its end."""
+_MOST_OUTPUT = 1000
+"""Last bytes of a process's output in which the reason of its end is sought."""
 
 
 class Sinks:
     """The sinks ``kinds`` of the job in the file ``job``, whose run is in ``folder``.
 
-    failed: called with the kind of a sink whenever it failed.
+    failed: called with the kind of a sink after each of its failures.
     """
 
     def __init__(self, kinds: Sequence[str], *, job: Path, folder: Path, failed: Callable[[str], None]) -> None:
@@ -54,7 +54,10 @@ class Sinks:
                 process.stdin.write(b"\n")
 
     async def close(self, *, within_s: float = CLOSE_S) -> None:
-        """End the feeding once all is written, or after that time; what is missing then ``asyncflow sinks`` writes."""
+        """Stop the processes when they have written all lines, or after ``within_s`` seconds.
+
+        ``asyncflow sinks`` can write the remaining lines then.
+        """
         self._closing.set()
         for process in self._running.values():
             if process.stdin is not None:
@@ -63,7 +66,9 @@ class Sinks:
             _, late = await asyncio.wait(self._tasks, timeout=within_s)
             for task in late:
                 log.warning(
-                    "%s is not done %g s after the end: asyncflow sinks writes the rest", task.get_name(), within_s
+                    "%s is not done %g s after the end; asyncflow sinks can write the rest",
+                    task.get_name(),
+                    within_s,
                 )
         await self.abandon()
 
@@ -77,19 +82,19 @@ class Sinks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, kind: str) -> None:
-        """Feed one sink until the end; start its process again where it fails."""
-        pause_s, said = _FIRST_PAUSE_S, ""
+        """Feed one sink until the end, and restart its process after a failure."""
+        pause_s, logged = _FIRST_PAUSE_S, ""
         while True:
             try:
-                words = await self._feed(kind)
+                failure = await self._feed(kind)
             except OSError as error:
-                words = f"its process cannot be started: {error}"
-            if words is None:
+                failure = f"its process cannot be started: {error}"
+            if failure is None:
                 return
             self._failed(kind)
-            if words != said:
-                log.warning("the sink %s failed, the run goes on without it and tries again: %s", kind, words)
-                said = words
+            if failure != logged:
+                log.warning("the sink %s failed; the run continues and will restart the sink: %s", kind, failure)
+                logged = failure
             if self._closing.is_set():
                 return
             with contextlib.suppress(TimeoutError):
@@ -98,13 +103,13 @@ class Sinks:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _feed(self, kind: str) -> str | None:
-        """Run the process of a sink to its end; return the words with which it failed, None where it did not."""
-        words = ["sinks", str(self._folder), "--job", str(self._job), "--kind", kind, "--follow"]
+        """Run the process of a sink to its end; return the message of its failure, None if it did not fail."""
+        arguments = ["sinks", str(self._folder), "--job", str(self._job), "--kind", kind, "--follow"]
         process = self._running[kind] = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "asyncflow",
-            *words,
+            *arguments,
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
@@ -114,9 +119,9 @@ class Sinks:
         assert process.stdout is not None
         if self._closing.is_set():
             process.stdin.close()
-        said = b""
-        while more := await process.stdout.read(_MOST_WORDS):
-            said = (said + more)[-_MOST_WORDS:]
+        output = b""
+        while more := await process.stdout.read(_MOST_OUTPUT):
+            output = (output + more)[-_MOST_OUTPUT:]
         status = await process.wait()
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        last = output.decode(errors="replace").strip().rpartition("\n")[2]
         return None if status == 0 else f"exit status {status}: {last}"

@@ -1,9 +1,9 @@
-"""Status of the job: as ``GET /v1/status`` answers it, as Prometheus gauges, as a driver leaves it when it ends; and
-the HTTP routes by which others look at the job and direct it.
+"""Status of the job: answer of ``GET /v1/status``, Prometheus gauges, and the last status that a driver leaves behind;
+and the HTTP routes by which clients observe the job and control it.
 
-Invariants: a status says what is waited for whenever the job makes no progress; no figure has two definitions: what
-Prometheus scrapes is what a person reads; a request only sets what is wanted (drain this rollout, write a checkpoint,
-suspend): the driver's directives carry it out, level-triggered, so that asking twice is asking once.
+Invariants: if the job makes no progress, its status says what it waits for; each figure has one definition, so the
+gauges and the status agree; a request only sets a desired state (drain this rollout, write a checkpoint, suspend),
+which the driver's directives carry out level-triggered.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEPT: Final[dict[str, Any]] = {
     **dict.fromkeys(("last_step_at", "checkpoint", "best"), True),
     "eval_sets": {"__all__": {"accuracy"}},
 }
-"""Figures that a job keeps when it has ended, but for those without a bound that a termination message has room for."""
+"""Figures that remain after a job has ended; unbounded ones are left out, so that they fit a termination message."""
 
 
 def timestamp(at: float) -> str:
@@ -76,12 +76,13 @@ def build_status(
     waiting_for: str,
     clock_ahead_s: float,
 ) -> DriverStatus:
-    """Put together what is known now.
+    """Return the current status.
 
     newest: step of the newest version; fleets: the versions of followers, by the name of their WeightSync; checkpoint:
-    step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
-    desired_rollouts: how many it would have; prompts_skipped: those that were too long; step_progress: how far the next
-    step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
+    step and time of the newest checkpoint, by ``clock.now``; best: version that the trainer keeps as the best; recent:
+    figures that the elastic policy uses; desired_rollouts: number of rollouts that it recommends; prompts_skipped:
+    number of prompts that were too long; step_progress: progress of the current step; clock_ahead_s: seconds by which
+    the system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -136,12 +137,12 @@ def waiting_for(
     quiet_s: float,
     unasked: int = 0,
 ) -> str:
-    """Return in a few words what keeps the job from its next step; "" while nothing does.
+    """Return a short description of what the job waits for before its next step; "" if it waits for nothing.
 
-    members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
-    evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds
-    since the last step, or since the first prompt; unasked: prompts of the next step that were not put into the job. A
-    task that is left to the user's process is named as soon as it has rows, nobody does it, and nothing is generated.
+    members: number of members by role; newest: step of the newest published version; evaluating: versions whose
+    evaluation is not finished; exported: whether the trainer has written its exports; quiet_s: seconds since the last
+    step, or since the first prompt; unasked: number of prompts of the next step that clients must still put. A task of
+    a process of the user's is named if it has ready rows, no process has leased any, and no sample is being generated.
     """
     expected = {
         "controller": spec.transfer_queue.controllers,
@@ -153,10 +154,10 @@ def waiting_for(
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:
-        none = " (the job began with rollout.replicas: 0; scale it up)" if spec.rollout.replicas == 0 else ""
-        return ", ".join(f"{count} {role}{none if role == 'rollout' else ''}" for role, count in missing.items())
+        hint = " (the job started with rollout.replicas: 0; scale it up)" if spec.rollout.replicas == 0 else ""
+        return ", ".join(f"{count} {role}{hint if role == 'rollout' else ''}" for role, count in missing.items())
     if newest is None:
-        return "the trainer to publish θ_0 (it makes or reads the model)"
+        return "the trainer to publish θ_0 (it initialises or reads the model)"
     if progress.done >= progress.steps:
         if evaluating:
             return f"the evaluation of θ_{evaluating[0]}"
@@ -165,19 +166,19 @@ def waiting_for(
         return f"{unasked} prompts of step {progress.done + 1} to be put (put_prompts_data)"
     if stats is None:
         return ""
-    left = _left_undone(spec, stats)
+    unserved = _unserved_tasks(spec, stats)
     if quiet_s > spec.limits.stall_seconds:
         return (
-            f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: {left + ', ' if left else ''}"
+            f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: {unserved + ', ' if unserved else ''}"
             f"{stats.ready.get('train/rollout', 0)} samples to be generated, "
-            f"{stats.leased.get('train/rollout', 0)} in generation, {stats.wanted} lost and not yet made again, "
+            f"{stats.leased.get('train/rollout', 0)} in generation, {stats.wanted} lost and not yet generated again, "
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
-    return left if not stats.leased.get("train/rollout", 0) else ""
+    return unserved if not stats.leased.get("train/rollout", 0) else ""
 
 
-def _left_undone(spec: RLJobSpec, stats: QueueStats) -> str:
-    """Return which tasks have rows that wait for the user's process, and no such process has any; "" for none."""
+def _unserved_tasks(spec: RLJobSpec, stats: QueueStats) -> str:
+    """Return the tasks of the user's own processes that have ready rows and no leased ones; "" if there are none."""
     waiting = {name: stats.ready.get(f"train/{name}", 0) for name in spec.own_tasks}
     return ", ".join(
         f"{count} samples of the task {name}, which is left to your process"
@@ -261,28 +262,28 @@ def count_step(metrics: DriverMetrics, line: Mapping[str, Any]) -> None:
 
 
 class Control(Protocol):
-    """Requests that the driver accepts. AsyncFlow's errors become HTTP errors with their words."""
+    """Requests that the driver accepts. AsyncFlow's errors become HTTP errors with their messages."""
 
     def drain(self, worker: str) -> None:
-        """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
+        """Direct a rollout to return its work and leave. Raises StaleHandle for an unknown one."""
 
     def checkpoint(self) -> None:
         """Write a checkpoint at the next step boundary."""
 
     def suspend(self) -> None:
-        """Checkpoint at the next step boundary, then end all roles; the run can be resumed."""
+        """Write a checkpoint at the next step boundary, then end all roles; the run can be resumed."""
 
     def resume(self) -> None:
-        """Go on after a pause. Raises Refused where the job is not paused."""
+        """Continue after a pause. Raises Refused if the job is not paused."""
 
 
 def last_words(status: DriverStatus) -> str:
-    """Return what a driver that is done leaves of its status: JSON of at most 4 KiB, which a kubelet keeps."""
+    """Return the part of its status that a driver leaves as its termination message: JSON of at most 4 KiB."""
     return status.model_dump_json(by_alias=True, include=_KEPT)
 
 
 def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:
-    """Return the route by which the driver shows how the job goes."""
+    """Return the route that serves the status of the job."""
 
     async def get_status(_request: web.Request) -> web.Response:
         return web.json_response(text=status().model_dump_json(by_alias=True))
@@ -291,7 +292,7 @@ def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:
 
 
 def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
-    """Return the routes by which others look at the job."""
+    """Return the routes by which clients observe the job."""
 
     def answer(value: object) -> web.Response:
         return web.Response(body=msgspec.json.encode(value), content_type="application/json")
@@ -306,7 +307,7 @@ def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapp
 
 
 def control_routes(control: Control) -> list[web.RouteDef]:
-    """Return the routes by which the driver is directed."""
+    """Return the routes by which clients control the job."""
 
     async def drain(request: web.Request) -> web.Response:
         worker = request.match_info["id"]

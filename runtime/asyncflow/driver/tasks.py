@@ -1,13 +1,13 @@
 """The tasks of a job as the queue's controller declares them.
 
-Rollouts also write ``details``, which no task needs: what reward functions said of a sample beside its reward. A gang
+Rollouts also write ``details``, which no task reads: the output of reward functions in addition to the reward. A gang
 whose algorithm compares pairs takes whole groups.
 
-Of an algorithm whose advantages the trainer makes, the task ``advantage`` filters and shapes as ever, and writes
-``outcome``, the reward that they are made of.
+If the trainer computes the advantages of an algorithm, the task ``advantage`` still filters groups and shapes rewards,
+and writes ``outcome``, the shaped reward, instead.
 
-Invariant: what the graph of the job says (``asyncflow.api.graph``), and nothing else; the process that serves the queue
-declares them before any client can ask.
+Invariants: the tasks follow from the graph of the job (``asyncflow.api.graph``) and its algorithm alone; the controller
+declares them before it serves clients.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
 
 
 def outputs_of(spec: RLJobSpec) -> dict[str, int]:
-    """Return the most bytes of each column that is written to a training sample after its creation."""
+    """Return the maximum size in bytes of each column that is written to a training sample after its creation."""
     own = algorithm_of(spec).writes
     return {own if name == ADVANTAGE else name: size for name, size in spec.output_bytes.items()}

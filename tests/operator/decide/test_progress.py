@@ -106,11 +106,11 @@ def test_a_job_that_is_paused_shows_the_first_traceback():
     seen = DriverStatus(
         phase="Paused",
         last_step_at=to_rfc3339(START),
-        waiting_for="the reward to be mended",
+        waiting_for="the reward to be fixed",
         rewards=RewardState(failed={"raised": 9}, first_failure=told),
     )
     paused, _ = stall_condition(now=START + 1, seen=seen)
-    assert paused.message.splitlines() == ["the reward to be mended", *told.replace("\x1b", " ").splitlines()]
+    assert paused.message.splitlines() == ["the reward to be fixed", *told.replace("\x1b", " ").splitlines()]
     whole = "x" * 1024
     longest = DriverStatus(phase="Paused", waiting_for=whole, rewards=RewardState(first_failure="y\n" * 1024))
     paused, _ = stall_condition(now=START + 1, seen=longest)
