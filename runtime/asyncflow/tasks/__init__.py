@@ -1,1 +1,1 @@
-"""Tasks as roles of their own: rows are claimed, computed by a user's function or a model, and written."""
+"""Tasks as roles of their own: they claim rows, compute them by a user's function or a model, and write the results."""

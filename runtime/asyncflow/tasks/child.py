@@ -1,10 +1,10 @@
-"""A process in which a plain function of a task is called, and the parent's end of it.
+"""A child process that calls a plain function of a task, and the parent's side of it.
 
-The two talk over the process's standard input and output, in frames (``rewards.wire.LENGTH``) of msgpack: rows and what
-their columns are to be, never objects. What the function prints goes to the log of its parent.
+Parent and child exchange frames (``rewards.wire.LENGTH``) of msgpack over the child's standard input and output. The
+frames contain rows and descriptions of columns, never objects. The output of the function goes to the parent's log.
 
-Invariants: the process says one thing for each thing that it is told; it ends with its parent (PR_SET_PDEATHSIG), also
-while the function runs; what was killed, or broke the protocol, is asked no more.
+Invariants: the child sends one answer to each request; it ends with its parent (PR_SET_PDEATHSIG), also while the
+function runs; a child that was killed or broke the protocol receives no further requests.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from asyncflow.rewards.wire import LENGTH
 from asyncflow.tasks.loading import SHOWN, load_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaskRow, packed, read_results, unpacked
 
-Said = TypeVar("Said", bound=msgspec.Struct)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 _END_S: Final = 5.0
-"""Seconds that the kernel may take to end what was killed."""
+"""Seconds that the kernel may take to end a killed process."""
 
 
 class FunctionLoad(msgspec.Struct, frozen=True):
-    """The first thing that a process is told: the function, where its module lies, and what the task writes."""
+    """The first request to a child: the function, its module's folder, the parent's pid, and its output columns."""
 
     function: str
     workdir: str
@@ -45,27 +45,27 @@ class FunctionLoad(msgspec.Struct, frozen=True):
 
 
 class FunctionLoaded(msgspec.Struct, frozen=True):
-    """The answer: how the function is called, or why it cannot be."""
+    """The answer to ``FunctionLoad``: whether the function is async, or why it cannot be loaded."""
 
     is_async: bool = False
     failure: str = ""
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """Rows of one call."""
+    """One call of the function."""
 
     rows: list[TaskRow]
     config: dict[str, Any]
 
 
 class FunctionReturned(msgspec.Struct, frozen=True):
-    """The outcome of each row: the bytes of its columns, or why there are none."""
+    """The answer to ``FunctionCall``: for each row the bytes of its columns, or the reason of its failure."""
 
     rows: list[dict[str, bytes] | RowFailure]
 
 
 class FunctionProcess:
-    """The parent's end. ``load`` and ``call`` are awaited one after another."""
+    """The parent's side of a child. At most one call of ``load`` or ``call`` may be in progress."""
 
     def __init__(self, process: Process, *, outputs: Sequence[OutputColumn]) -> None:
         self.pid = process.pid
@@ -76,7 +76,7 @@ class FunctionProcess:
 
     @classmethod
     async def start(cls, *, outputs: Sequence[OutputColumn]) -> FunctionProcess:
-        """Start a process. outputs: what its function returns. Raises PeerLost where the machine has no room for it."""
+        """Start a child. outputs: columns that its function returns. Raises PeerLost if no process can be started."""
         command = (sys.executable, "-P", "-m", __name__)
         try:
             process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
@@ -85,23 +85,23 @@ class FunctionProcess:
         return cls(process, outputs=outputs)
 
     async def load(self, function: str, *, workdir: Path, timeout: float) -> None:
-        """Have the function loaded. Raises ManifestError where it cannot be, and what ``call`` raises."""
-        told = FunctionLoad(function, str(workdir), os.getpid(), self._outputs)
+        """Load the function in the child. Raises ManifestError if it cannot be loaded, and as ``call`` does."""
+        request = FunctionLoad(function, str(workdir), os.getpid(), self._outputs)
         late = f"the function took longer to load than {timeout:g} s"
-        answer = await self._ask(told, FunctionLoaded, timeout=timeout, late=late)
+        answer = await self._ask(request, FunctionLoaded, timeout=timeout, late=late)
         if answer.failure:
             self.kill()
             raise ManifestError(
                 f"the function cannot be loaded: {answer.failure.strip()}",
                 where="spec.tasks",
-                hint="Its module lies beside the manifest or is installed; `def function(rows, config)`",
+                hint="Put its module next to the manifest or install it; define it as `def function(rows, config)`",
             )
         self.is_async = answer.is_async
 
     async def call(self, rows: list[TaskRow], config: Mapping[str, Any], *, timeout: float) -> list[Result]:
-        """Return the outcome of each row.
+        """Return the result of each row.
 
-        Raises DeadlineExceeded, PeerLost where the process has ended. After either it has been killed.
+        Raises DeadlineExceeded, and PeerLost if the process has ended. In both cases the process has been killed.
         """
         late = f"the function took longer than {timeout:g} s"
         answer = await self._ask(FunctionCall(rows, dict(config)), FunctionReturned, timeout=timeout, late=late)
@@ -125,16 +125,16 @@ class FunctionProcess:
         except TimeoutError as error:
             raise DeadlineExceeded(f"process {self.pid}, killed, did not end within {_END_S:g} s") from error
 
-    async def _ask(self, told: msgspec.Struct, kind: type[Said], *, timeout: float, late: str) -> Said:
-        written, read = self._process.stdin, self._process.stdout
-        assert written is not None
-        assert read is not None
+    async def _ask(self, request: msgspec.Struct, kind: type[Message], *, timeout: float, late: str) -> Message:
+        writer, reader = self._process.stdin, self._process.stdout
+        assert writer is not None
+        assert reader is not None
         try:
             async with asyncio.timeout(timeout):
-                written.write(await asyncio.to_thread(frame, told))
-                await written.drain()
-                (length,) = LENGTH.unpack(await read.readexactly(LENGTH.size))
-                return msgspec.msgpack.decode(await read.readexactly(length), type=kind)
+                writer.write(await asyncio.to_thread(frame, request))
+                await writer.drain()
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
         except TimeoutError as error:
             self.kill()
             raise DeadlineExceeded(late) from error
@@ -151,32 +151,32 @@ class FunctionProcess:
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return the frame of a message; of the arrays of rows their dtypes and bytes."""
+    """Return the frame of a message; arrays of rows are encoded as dtype and bytes."""
     body = msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.tobytes()))
     return LENGTH.pack(len(body)) + body
 
 
-def serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Be the process: load the function, then answer calls until the pipe ends."""
-    told = _read(questions, FunctionLoad)
-    if told is None:
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Run the child: load the function, then answer calls until the pipe ends."""
+    request = _read(requests, FunctionLoad)
+    if request is None:
         return
-    die_with_parent(told.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends this process
+    die_with_parent(request.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the parent ends this process
     try:
-        called = load_function(told.function, workdir=Path(told.workdir))
-    except Exception:  # noqa: BLE001  somebody else's module: the parent reports it
-        _write(answers, FunctionLoaded(failure=_raised().said))
+        function = load_function(request.function, workdir=Path(request.workdir))
+    except Exception:  # noqa: BLE001  the user's module may raise anything: the parent reports it
+        _write(answers, FunctionLoaded(failure=_raised().tail))
         return
-    _write(answers, FunctionLoaded(is_async=inspect.iscoroutinefunction(called)))
-    while (call := _read(questions, FunctionCall)) is not None:
-        _write(answers, FunctionReturned(packed(_outcomes(called, call, told.outputs))))
+    _write(answers, FunctionLoaded(is_async=inspect.iscoroutinefunction(function)))
+    while (call := _read(requests, FunctionCall)) is not None:
+        _write(answers, FunctionReturned(packed(_results(function, call, request.outputs))))
 
 
-def _outcomes(called: Callable[..., Any], call: FunctionCall, outputs: Sequence[OutputColumn]) -> list[Result]:
+def _results(function: Callable[..., Any], call: FunctionCall, outputs: Sequence[OutputColumn]) -> list[Result]:
     try:
-        return read_results(called(call.rows, call.config), outputs, rows=len(call.rows))
-    except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
+        return read_results(function(call.rows, call.config), outputs, rows=len(call.rows))
+    except Exception:  # noqa: BLE001  the user's code may raise anything: that is the result
         return [_raised()] * len(call.rows)
 
 
@@ -184,7 +184,7 @@ def _raised() -> RowFailure:
     return RowFailure("raised", traceback.format_exc(limit=SHOWN))
 
 
-def _read(pipe: BinaryIO, kind: type[Said]) -> Said | None:
+def _read(pipe: BinaryIO, kind: type[Message]) -> Message | None:
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -196,18 +196,18 @@ def _write(pipe: BinaryIO, message: msgspec.Struct) -> None:
     pipe.flush()
 
 
-def _array(_: Any, said: Any) -> Any:
-    dtype, data = said
+def _array(_: Any, encoded: Any) -> Any:
+    dtype, data = encoded
     return np.frombuffer(data, dtype).copy()
 
 
 def _main() -> None:
-    """Serve over the pipes alone: what the function reads is nothing, what it prints goes to the log."""
-    with os.fdopen(os.dup(0), "rb") as questions, os.fdopen(os.dup(1), "wb") as answers:
+    """Serve over the pipes; redirect standard input of the function to /dev/null and its output to the log."""
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        serve(questions, answers)
+        serve(requests, answers)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""A user's function over rows, called within its deadline.
+"""Calls of a user's function over rows, with a deadline.
 
-A plain function is called in processes of its own (``child``), as many at once as the task's ``parallel``: it may
-compute as it likes, and is killed at its deadline. An ``async def`` is awaited in this process's event loop, so that
-many calls wait at once (for a server, say); it must not compute there. Which of the two it is, its definition says.
+A plain function is called in child processes (``child``), as many as the task's ``parallel``: it may compute, and is
+killed at its deadline. An ``async def`` function is awaited in the event loop of this process, so many calls can wait
+at the same time, for example for a server; it must not compute there.
 
-A batch whose call fails is called again row by row, so that one bad row takes no other with it; not where the function
-is given whole groups. A task's function is code of whoever wrote the job, as an engine is: it is not confined as
-a reward is.
+If the call of a batch fails, the function is called again for each row, so that one bad row does not affect others,
+unless the function takes whole groups. The function of a task is code of the job's author, like an engine: it is not
+sandboxed as a reward is.
 
-Invariants: a call ends, in a result or a failure, within its deadline and what it takes to load the function again; the
-event loop never computes for a plain function; every process that is started here ends with this one.
+Invariants: a call ends with a result or a failure within its deadline plus the time to load the function again; the
+event loop never computes for a plain function; every process that is started here ends with this process.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _START_S: Final = 120.0
 
 
 class TaskFunction:
-    """A function, and how it is called.
+    """A function of a task, with the processes or the coroutine that run it.
 
-    workdir: where its module is looked for first; outputs: what it returns; config: what it is given beside the rows;
-    parallel: most calls at once; timeout_s: of one call; groups: whether a batch is never called in parts; decode:
-    gives the text of a response's token ids, None where the task does not read them.
+    workdir: folder that is searched first for its module; outputs: columns that it returns; config: its second
+    argument; parallel: most calls of a plain function at the same time; timeout_s: deadline of one call; groups:
+    whether a batch must not be split; decode: returns the text of a response's token ids, None if the task does not
+    read them.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TaskFunction:
         self._awaited: Callable[..., Awaitable[object]] | None = None
 
     async def start(self) -> None:
-        """Load the function, in as many processes as there may be calls. Raises ManifestError where it cannot be."""
+        """Load the function, a plain one in ``parallel`` processes. Raises ManifestError if it cannot be loaded."""
         first = await self._add()
         if first.is_async:
             await self.close()
@@ -80,14 +81,14 @@ class TaskFunction:
         await asyncio.gather(*(process.end() for process in alive))
 
     async def compute(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
-        """Return the result of each row; never raises for what the function does."""
-        given = await asyncio.to_thread(self._given, rows, columns)
-        results = await self._call(given)
-        if len(given) == 1 or self._groups or not all(isinstance(result, RowFailure) for result in results):
+        """Return the result of each row; an error of the function is a result, not an exception."""
+        arguments = await asyncio.to_thread(self._arguments, rows, columns)
+        results = await self._call(arguments)
+        if len(arguments) == 1 or self._groups or not all(isinstance(result, RowFailure) for result in results):
             return results
-        return [(await self._call([row]))[0] for row in given]
+        return [(await self._call([row]))[0] for row in arguments]
 
-    def _given(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[TaskRow]:
+    def _arguments(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[TaskRow]:
         decode, ids = self._decode, columns.get("response_ids")
         texts = [] if decode is None or ids is None else [decode(ids.row(i).tolist()) for i in range(len(rows))]
         return task_rows(rows, columns, texts=texts)
@@ -105,7 +106,7 @@ class TaskFunction:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return read_results(await self._awaited(rows, self._config), self._outputs, rows=len(rows))
-        except Exception as error:  # noqa: BLE001  somebody else's code: what it raises is the outcome
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything: that is the result
             if isinstance(error, TimeoutError) and limit.expired():
                 return [RowFailure("timeout", f"the function took longer than {self._timeout_s:g} s")] * len(rows)
             return [RowFailure("raised", traceback.format_exc(limit=SHOWN))] * len(rows)
@@ -121,7 +122,7 @@ class TaskFunction:
             self._free.put_nowait(process)
 
     async def _add(self) -> FunctionProcess:
-        """Start a process, in the thread of the event loop: the kernel ends it with the thread that started it."""
+        """Start a process in the event loop's thread, since the kernel ends it with the thread that started it."""
         process = await FunctionProcess.start(outputs=self._outputs)
         self._alive.add(process)
         await process.load(self._function, workdir=self._workdir, timeout=_START_S)

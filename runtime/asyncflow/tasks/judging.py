@@ -1,11 +1,11 @@
-"""The reward as a task: finished responses are scored as they come, row by row, or prompt by prompt.
+"""The reward as a task: scores finished responses row by row, or group by group.
 
-What is written is what a rollout writes that has its own responses scored: ``reward``, ``details``, and the tags by
-which the driver counts and decides.
+It writes the same as a rollout that scores its own responses: ``reward``, ``details``, and the tags that the driver
+uses to count and decide.
 
-Invariants: a row that has failed before, in its environment, say, keeps its reason, whatever its reward would be; no
-function over groups is called with a part of a group: where others of it were judged before, and these have come again
-because a storage unit lost them, they have no reward (``incomplete``).
+Invariants: a row that failed before, for example in its environment, keeps the reason and is not given its new reward;
+a function over groups is never called with a part of a group: if only some rows of a group must be scored again,
+because a storage unit lost them, they get no reward (``incomplete``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ JUDGED: Final = (
     OutputColumn(name="reward", dtype="float32", most=1),
     OutputColumn(name="details", dtype="uint8", most=MOST_DETAILS),
 )
-"""What is written of each row."""
+"""Columns that are written for each row."""
 
 
 class Judge:
-    """Has rows scored by ``rewards``. sizes: samples of a prompt, by purpose, for functions over groups."""
+    """Scores rows by ``rewards``. sizes: number of samples in a group by purpose, for functions over groups."""
 
     def __init__(self, rewards: Rewards, *, transcriber: Transcriber, sizes: Mapping[str, int]) -> None:
         self._rewards = rewards
@@ -73,7 +73,7 @@ class Judge:
 
 
 def _prompts(rows: Sequence[LeasedRow]) -> list[list[int]]:
-    """Return the indices of the rows of each prompt, in the order of its samples."""
+    """Return the indices of the rows of each prompt, in the order of the samples."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].meta.key)
     return [list(same) for _, same in groupby(order, key=lambda index: rows[index].meta.serial)]
 

@@ -1,7 +1,8 @@
-"""The rows that a task's function is given, and what becomes of each.
+"""The rows that are passed to a task's function, and their results.
 
-Invariant: what a function returned is the columns of a row only if there is exactly what the task writes, of the dtypes
-and no longer than the manifest says; everything else is a failure of that row, with its reason.
+Invariant: a returned value counts as the columns of a row only if it has exactly the columns that the task writes, with
+values of their dtypes and at most the manifest's number of entries; any other value is a failure of that row, with its
+reason.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.rpc.columns import Jagged
 
 FailureKind = Literal["raised", "invalid", "timeout", "died"]
-"""The function raised, returned something else than it should, took too long, or its process or replica ended."""
+"""The function raised, returned an invalid value, took too long, or its process or replica ended."""
 _MOST_DETAIL: Final = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRow:
-    """One sample, as a task's function is given it.
+    """One sample as an argument of a task's function.
 
-    serial, sample: its key; columns: one array for each column that the task reads; tags: what travels with the row,
-    such as ``reward`` and ``version_min``; response: the text of ``response_ids``, question, answer, meta: of the
-    prompt, where the task reads ``task``.
+    serial, sample: its key; columns: one array for each column that the task reads, except ``task``; tags: the row's
+    tags, such as ``reward`` and ``version_min``; response: the text of ``response_ids``; question, answer, meta: fields
+    of the prompt, if the task reads ``task``.
     """
 
     serial: int
@@ -46,69 +47,69 @@ class TaskRow:
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
-    """A row for which there is no result. detail: the end of a traceback, or what was wrong."""
+    """A row without a result. detail: the end of a traceback, or a description of the error."""
 
     kind: FailureKind
     detail: str
 
     @property
-    def said(self) -> str:
-        """The detail, as long as may travel with a row."""
+    def tail(self) -> str:
+        """The end of the detail, short enough for a tag."""
         return self.detail[-_MOST_DETAIL:].encode(errors="replace").decode()
 
 
 Result: TypeAlias = Mapping[str, NDArray[Any]] | RowFailure
-"""What became of a row: the values of its columns, [n] each, or why there are none."""
+"""The result of a row: the values of its columns, [n] each, or a failure."""
 
 
 class TaggedValues(NamedTuple):
-    """Values of a row's columns, [n] each, and tags that travel with it; ``failure`` among them where it has failed."""
+    """Values of a row's columns, [n] each, and its tags; a failed row has the tag ``failure``."""
 
     values: Mapping[str, NDArray[Any]]
     tags: Mapping[str, Tag]
 
 
 Outcome: TypeAlias = Result | TaggedValues
-"""What is written of a row: a result, or values with tags."""
+"""The outcome of a row that is written: a result, or values with tags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputColumn:
-    """A column that a task writes. most: entries of a row."""
+    """A column that a task writes. most: most entries of a row."""
 
     name: str
     dtype: str
     most: int
 
 
-def read_results(found: object, outputs: Sequence[OutputColumn], *, rows: int) -> list[Result]:
-    """Return what a function returned for ``rows`` rows as a result for each. Raises nothing."""
-    if not isinstance(found, Sequence) or isinstance(found, (str, bytes)) or len(found) != rows:
-        what = f"{len(found)} entries" if isinstance(found, Sequence) else f"a {type(found).__name__}"
-        wrong = RowFailure(
+def read_results(returned: object, outputs: Sequence[OutputColumn], *, rows: int) -> list[Result]:
+    """Return a result for each row from the value that a function returned for ``rows`` rows. Raises nothing."""
+    if not isinstance(returned, Sequence) or isinstance(returned, (str, bytes)) or len(returned) != rows:
+        what = f"{len(returned)} entries" if isinstance(returned, Sequence) else f"a {type(returned).__name__}"
+        failure = RowFailure(
             "invalid", f"the function returned {what}; it must return a list with one entry for each row"
         )
-        return [wrong] * rows
-    return [_result(one, outputs) for one in found]
+        return [failure] * rows
+    return [_result(entry, outputs) for entry in returned]
 
 
-def _result(found: object, outputs: Sequence[OutputColumn]) -> Result:
-    if not isinstance(found, Mapping):
-        return RowFailure("invalid", f"the function returned a {type(found).__name__} for a row, not a mapping")
+def _result(entry: object, outputs: Sequence[OutputColumn]) -> Result:
+    if not isinstance(entry, Mapping):
+        return RowFailure("invalid", f"the function returned a {type(entry).__name__} for a row, not a mapping")
     names = [output.name for output in outputs]
-    if sorted(map(str, found)) != sorted(names):
-        return RowFailure("invalid", f"the function returned {sorted(map(str, found))}, and the task writes {names}")
+    if sorted(map(str, entry)) != sorted(names):
+        return RowFailure("invalid", f"the function returned {sorted(map(str, entry))}, and the task writes {names}")
     made: dict[str, NDArray[Any]] = {}
     for output in outputs:
         try:
-            values = np.asarray(found[output.name]).reshape(-1)
+            values = np.asarray(entry[output.name]).reshape(-1)
             kind = np.result_type(values.dtype, np.bool_).kind if values.size else "b"
-            wanted = np.dtype(output.dtype)
-            if kind not in "biuf" or (kind == "f" and wanted.kind != "f"):
+            dtype = np.dtype(output.dtype)
+            if kind not in "biuf" or (kind == "f" and dtype.kind != "f"):
                 return RowFailure("invalid", f"{output.name} holds {values.dtype}, which is no {output.dtype}")
-            made[output.name] = cast = values.astype(wanted)
-            if wanted.kind != "f" and len(odd := values[values != cast]):
-                return RowFailure("invalid", f"{output.name} holds {odd[0]}, which {output.dtype} cannot hold")
+            made[output.name] = cast = values.astype(dtype)
+            if dtype.kind != "f" and len(lossy := values[values != cast]):
+                return RowFailure("invalid", f"{output.name} holds {lossy[0]}, which {output.dtype} cannot hold")
         except (TypeError, ValueError) as error:
             return RowFailure("invalid", f"{output.name}: {error}")
         if len(made[output.name]) > output.most:
@@ -117,9 +118,9 @@ def _result(found: object, outputs: Sequence[OutputColumn]) -> Result:
 
 
 def packed(results: Sequence[Result]) -> list[dict[str, bytes] | RowFailure]:
-    """Return what ``read_results`` gave as bytes, which ``unpacked`` reads."""
+    """Return the results of ``read_results`` as bytes, which ``unpacked`` reads."""
     return [
-        RowFailure(result.kind, result.said)
+        RowFailure(result.kind, result.tail)
         if isinstance(result, RowFailure)
         else {name: values.tobytes() for name, values in result.items()}
         for result in results
@@ -127,39 +128,39 @@ def packed(results: Sequence[Result]) -> list[dict[str, bytes] | RowFailure]:
 
 
 def unpacked(
-    said: Sequence[Mapping[str, bytes] | RowFailure], outputs: Sequence[OutputColumn], *, rows: int
+    entries: Sequence[Mapping[str, bytes] | RowFailure], outputs: Sequence[OutputColumn], *, rows: int
 ) -> list[Result]:
-    """Return the results that ``packed`` was given, checked again. Raises ValueError for what it did not give."""
-    if len(said) != rows:
-        raise ValueError(f"{len(said)} outcomes of {rows} rows")
+    """Return the results that ``packed`` packed, checked again. Raises ValueError for data that it cannot have made."""
+    if len(entries) != rows:
+        raise ValueError(f"{len(entries)} outcomes of {rows} rows")
     dtypes = {output.name: output.dtype for output in outputs}
     return [
-        one
-        if isinstance(one, RowFailure)
-        else _result({name: np.frombuffer(data, dtypes.get(name, "uint8")) for name, data in one.items()}, outputs)
-        for one in said
+        entry
+        if isinstance(entry, RowFailure)
+        else _result({name: np.frombuffer(data, dtypes.get(name, "uint8")) for name, data in entry.items()}, outputs)
+        for entry in entries
     ]
 
 
 def columns_of(outcomes: Sequence[Outcome], outputs: Sequence[OutputColumn]) -> dict[str, Jagged]:
-    """Return the columns of rows; of those that failed without values they are empty."""
-    found = [outcome.values if isinstance(outcome, TaggedValues) else outcome for outcome in outcomes]
+    """Return the columns of rows; the cells of a row that failed without values are empty."""
+    results = [outcome.values if isinstance(outcome, TaggedValues) else outcome for outcome in outcomes]
     return {
         output.name: Jagged.from_rows(
-            [() if isinstance(result, RowFailure) else result[output.name] for result in found], output.dtype
+            [() if isinstance(result, RowFailure) else result[output.name] for result in results], output.dtype
         )
         for output in outputs
     }
 
 
 def task_rows(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, texts: Sequence[str]) -> list[TaskRow]:
-    """Return rows as a function is given them. texts: of their responses, or none."""
+    """Return rows as arguments of a task's function. texts: texts of their responses, or empty."""
     made: list[TaskRow] = []
     for index, row in enumerate(rows):
-        asked: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if "task" in columns:
             prompt = Prompt.unpack(columns["task"].row(index).tobytes())
-            asked = {"question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
+            fields = {"question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
         made.append(
             TaskRow(
                 serial=row.meta.serial,
@@ -167,7 +168,7 @@ def task_rows(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, texts
                 columns={name: column.row(index) for name, column in columns.items() if name != "task"},
                 tags=dict(row.meta.tags),
                 response=texts[index] if texts else "",
-                **asked,
+                **fields,
             )
         )
     return made

@@ -1,14 +1,15 @@
-"""One process of a task: batches of rows are claimed, fetched, computed and written, each under its lease.
+"""One process of a task: claims, fetches, computes and writes batches of rows under their leases.
 
-While one batch is computed, another is claimed and fetched. A row whose computation failed is given back, so that it is
-tried again, here or elsewhere; after ``retries`` it is written without values and with the reason as its tag
-``failure``, and the driver, which decides about finished groups, drops and counts it as it does a sample without
-reward.
+While one batch is computed, another is claimed and fetched. A row whose computation failed is given back, so that this
+or another process tries it again. After ``retries`` it is written without values and with the reason in its tag
+``failure``; the driver, which decides finished groups, then drops and counts it like a sample without reward.
 
-Invariants: what is here has its lease renewed until it is written, given back or lost; writing a row under its lease
-acknowledges it, and a late write is refused, so each row is done once whoever dies; no row is tried more often than the
-manifest says, also where it takes its process with it; when told to leave, what is computed may end within
-``drain_s`` seconds, the rest is given back at once, and nothing more is claimed.
+Invariants:
+The lease of each held row is renewed until the row is written, given back or lost.
+A write under a lease acknowledges the row, and a late write is refused, so each row is done once even if processes die.
+No row is tried more often than the manifest allows, even if it crashes its process.
+A process that is directed to leave claims nothing more, has ``drain_s`` seconds to finish running computations, and
+gives back all other rows immediately.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from asyncflow.telemetry.spans import NO_SPANS, Spans
 log = logging.getLogger(__name__)
 
 Compute = Callable[[Sequence[LeasedRow], Mapping[str, Jagged]], Awaitable[Sequence[Outcome]]]
-"""Computes a batch: the rows, and the columns that the task reads, gives an outcome for each row."""
+"""Computes a batch: takes the rows and the columns that the task reads, and returns an outcome for each row."""
 T = TypeVar("T")
 _PARK_S: Final = 30.0
 _CALL_S: Final = 20.0
@@ -46,9 +47,9 @@ _CALL_S: Final = 20.0
 class TaskSettings:
     """Settings of one process of a task.
 
-    partitions, task: what it claims from; reads: columns that are fetched; writes: those that are written; batch: most
-    rows at once; parallel: batches that are computed at once; retries: of a row, None for no end; lease_s, drain_s: see
-    the manifest.
+    partitions, task: source of the claims; reads: columns to fetch; writes: columns to write; batch: most rows of a
+    claim; parallel: number of batches computed at the same time; retries: most retries of a row, None for no limit;
+    lease_s, drain_s: as in the manifest.
     """
 
     partitions: tuple[str, ...]
@@ -63,8 +64,8 @@ class TaskSettings:
 
 
 class TaskWorker:
-    """Does the work of one process. compute: see ``Compute``; it raises only what ends the process; spans: records
-    what it does.
+    """The work of one process. compute: see ``Compute``; its exceptions end the process; spans: records computations
+    and waits.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class TaskWorker:
         self._compute = compute
         self._metrics = metrics
         self._held: dict[str, int] = {}
-        self._turns = asyncio.Semaphore(settings.parallel)
+        self._slots = asyncio.Semaphore(settings.parallel)
         self._leaving = asyncio.Event()
         self._outage = Outage(f"the queue for {settings.task}")
         self._done = 0
         self._first_failure = ""
 
     def leave(self) -> None:
-        """Claim no more, end what is computed, give back the rest, and return from ``run``."""
+        """Stop claiming, finish running computations, give back all other rows, and return from ``run``."""
         self._leaving.set()
 
     def status(self) -> Status:
-        """Return what heartbeats report: rows that are here, that were done, and that failed by why."""
+        """Return the status for heartbeats: busy seconds, and counts of held, done, and failed rows by reason."""
         return {
             "busy_s": self.busy.total(),
             "held": sum(self._held.values()),
@@ -107,7 +108,7 @@ class TaskWorker:
         }
 
     async def run(self) -> None:
-        """Work until told to leave. Raises what ``compute`` raises."""
+        """Work until ``leave`` is called. Raises the exceptions of ``compute``."""
         self._spans.enter("idle", waits="claim")
         async with asyncio.TaskGroup() as group:
             claiming = self._settings.partitions * (self._settings.parallel + 1)
@@ -118,8 +119,8 @@ class TaskWorker:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.drain_s):
                     await asyncio.wait(serving)
-            for one in serving:
-                one.cancel()
+            for task in serving:
+                task.cancel()
             await asyncio.wait(serving)
             renewing.cancel()
             leaving.cancel()
@@ -148,7 +149,7 @@ class TaskWorker:
                     self._held.pop(lease, None)
 
     async def _claim(self, partition: str) -> list[LeasedRow]:
-        """Return rows, none when there were none for a while, there will be none, or this process leaves."""
+        """Return claimed rows; none after a wait, if the partition has ended, or if this process leaves."""
         settings = self._settings
         claimed = await self._unless_leaving(
             self._queue.claim(partition=partition, task=settings.task, max_rows=settings.batch, timeout=_PARK_S)
@@ -160,7 +161,7 @@ class TaskWorker:
         return claimed.rows
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what ``work`` returns; None where this process is to leave first."""
+        """Return the result of ``work``; None if ``leave`` is called first."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._leaving.wait())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -174,19 +175,19 @@ class TaskWorker:
         columns = await self._fetched(rows)
         if columns is None:
             return
-        if not await self._unless_leaving(self._turns.acquire()):
+        if not await self._unless_leaving(self._slots.acquire()):
             await self._give_back(rows, reason="its replica leaves")
             return
         try:
             with self._counted(step=rows[0].meta.step), self._metrics.batch_seconds.time():
                 results = await self._results(rows, columns)
         finally:
-            self._turns.release()
+            self._slots.release()
         await self._settle(rows, results)
 
     @contextlib.contextmanager
     def _counted(self, *, step: int) -> Iterator[None]:
-        """Count and record the body as computing: the main span is that as long as one batch is computed."""
+        """Count and record the body as computing; the main span is "compute" while at least one batch is computed."""
         self._computing += 1
         self._spans.enter("compute", step=step)
         try:
@@ -198,28 +199,28 @@ class TaskWorker:
                 self._spans.enter("idle", waits="claim", step=-1)
 
     async def _results(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Outcome]:
-        """Return an outcome for each row; those that were tried often enough are not computed again."""
+        """Return an outcome for each row; rows without retries left are not computed again."""
         retries = self._settings.retries
-        again = [i for i, row in enumerate(rows) if retries is None or row.attempt <= retries]
-        over = f"it was tried {(retries or 0) + 1} times, and its replica was lost in the last, or gave it back"
-        results: list[Outcome] = [RowFailure("died", over)] * len(rows)
-        if again:
-            chosen = [rows[i] for i in again]
-            given = {name: column.take(again) for name, column in columns.items()}
-            for i, result in zip(again, await self._compute(chosen, given), strict=True):
+        remaining = [i for i, row in enumerate(rows) if retries is None or row.attempt <= retries]
+        detail = f"it was tried {(retries or 0) + 1} times; in the last, its replica was lost or gave it back"
+        results: list[Outcome] = [RowFailure("died", detail)] * len(rows)
+        if remaining:
+            chosen = [rows[i] for i in remaining]
+            cells = {name: column.take(remaining) for name, column in columns.items()}
+            for i, result in zip(remaining, await self._compute(chosen, cells), strict=True):
                 results[i] = result
         return results
 
     async def _fetched(self, rows: list[LeasedRow]) -> dict[str, Jagged] | None:
-        """Return the columns of rows, and None where they cannot be had; ``rows`` loses those that are gone."""
+        """Return the columns of rows, None if they are unavailable. Removes lost rows from ``rows``."""
         while True:
             try:
                 with self._spans.beside("fetch"):
                     return await self._queue.fetch(rows, self._settings.reads, timeout=_CALL_S)
             except StaleHandle as error:
-                there = await self._there(rows)
-                log.info("%d of %d rows are gone: %s", len(rows) - len(there), len(rows), error)
-                rows[:] = there
+                available = await self._available(rows)
+                log.info("%d of %d rows were lost: %s", len(rows) - len(available), len(rows), error)
+                rows[:] = available
                 if not rows:
                     return None
             except AsyncFlowError as error:
@@ -228,10 +229,10 @@ class TaskWorker:
                     await self._give_back(rows, reason="its columns cannot be had")
                     return None
 
-    async def _there(self, rows: Sequence[LeasedRow]) -> list[LeasedRow]:
-        """Return those of the rows that can still be fetched, asked one by one."""
+    async def _available(self, rows: Sequence[LeasedRow]) -> list[LeasedRow]:
+        """Return the rows that can still be fetched, by a request for each row."""
 
-        async def there(row: LeasedRow) -> bool:
+        async def available(row: LeasedRow) -> bool:
             try:
                 await self._queue.fetch([row], self._settings.reads[:1], timeout=_CALL_S)
             except StaleHandle:
@@ -240,36 +241,36 @@ class TaskWorker:
                 return True
             return True
 
-        found = await asyncio.gather(*map(there, rows))
-        return [row for row, ok in zip(rows, found, strict=True) if ok]
+        checks = await asyncio.gather(*map(available, rows))
+        return [row for row, ok in zip(rows, checks, strict=True) if ok]
 
     async def _settle(self, rows: Sequence[LeasedRow], results: Sequence[Outcome]) -> None:
-        """Write what was computed, give back what is to be tried again, and write why the rest has no values."""
+        """Write results and final failures, and give back the failed rows that have retries left."""
         retries = self._settings.retries
-        again: list[LeasedRow] = []
+        retried: list[LeasedRow] = []
         done: list[tuple[LeasedRow, Outcome]] = []
         for row, result in zip(rows, results, strict=True):
             retry = isinstance(result, RowFailure) and (retries is None or row.attempt < retries)
-            again.append(row) if retry else done.append((row, result))
+            retried.append(row) if retry else done.append((row, result))
             if isinstance(result, RowFailure):
-                self._tell(row, result.kind, result.said, last=not retry)
+                self._log_failure(row, result.kind, result.tail, final=not retry)
             elif isinstance(result, TaggedValues) and (why := _failure(result)):
-                self._tell(row, why, str(result.tags.get("detail", "")), last=True)
-        if again:
-            await self._give_back(again, reason="it failed")
-            self._metrics.rows.labels("retried").inc(len(again))
+                self._log_failure(row, why, str(result.tags.get("detail", "")), final=True)
+        if retried:
+            await self._give_back(retried, reason="it failed")
+            self._metrics.rows.labels("retried").inc(len(retried))
         if done:
             await self._write([row for row, _ in done], [result for _, result in done])
 
-    def _tell(self, row: LeasedRow, kind: str, said: str, *, last: bool) -> None:
-        level = logging.WARNING if last and kind not in self.failed else logging.DEBUG
-        log.log(level, "sample %s: %s: %s", tuple(row.meta.key), kind, said)
-        if last:
+    def _log_failure(self, row: LeasedRow, kind: str, detail: str, *, final: bool) -> None:
+        level = logging.WARNING if final and kind not in self.failed else logging.DEBUG
+        log.log(level, "sample %s: %s: %s", tuple(row.meta.key), kind, detail)
+        if final:
             self.failed[kind] += 1
-            self._first_failure = self._first_failure or f"{kind}: {said}"
+            self._first_failure = self._first_failure or f"{kind}: {detail}"
 
     async def _write(self, rows: Sequence[LeasedRow], results: Sequence[Outcome]) -> None:
-        """Write, as long as the lease is held, however long the queue is away."""
+        """Write results; if the queue is unreachable, try again as long as a lease is held."""
         columns = columns_of(results, self._settings.writes)
         tags = [self._tags(result) for result in results]
         while True:
@@ -292,21 +293,21 @@ class TaskWorker:
             self._done += ok and not failure
 
     def _tags(self, result: Outcome) -> dict[str, Tag]:
-        """Return the tags of a row: by ``failure`` the driver knows that it failed (``driver.groups.failure_of``)."""
+        """Return the tags of a row; the driver reads ``failure`` from them (``driver.groups.failure_of``)."""
         if isinstance(result, TaggedValues):
             return dict(result.tags)
         if isinstance(result, RowFailure):
-            return {"failure": f"{self._settings.task}: {result.kind}", "detail": result.said}
+            return {"failure": f"{self._settings.task}: {result.kind}", "detail": result.tail}
         return {}
 
     async def _give_back(self, rows: Sequence[LeasedRow], *, reason: str) -> None:
         try:
             await self._queue.give_back(rows, reason=reason, timeout=_CALL_S)
         except AsyncFlowError as error:
-            log.info("%d rows wait for their leases to end: %s", len(rows), error)
+            log.info("%d rows were not given back and stay leased until their leases end: %s", len(rows), error)
 
     async def _renew(self) -> None:
-        """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
+        """Renew the leases of all held rows without end, and forget the leases that have ended."""
 
         def ended(leases: set[str]) -> None:
             for lease in leases:
@@ -316,7 +317,7 @@ class TaskWorker:
 
 
 def _failure(result: Outcome) -> str:
-    """Return why a row has failed, "" where it has not."""
+    """Return why a row has failed, "" if it has not."""
     if isinstance(result, TaggedValues):
         return str(result.tags.get("failure", ""))
     return result.kind if isinstance(result, RowFailure) else ""
