@@ -13,7 +13,7 @@ from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import ManifestError  # noqa: E402
 from asyncflow.local.folder import JOB, QUEUE, SYNC, Record, RunFolder  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
-from asyncflow.session.joining import SessionPlace, running  # noqa: E402
+from asyncflow.session.joining import SessionPlace, place_of_run  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -30,10 +30,10 @@ def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path,
     folder = RunFolder.claim(tmp_path / "run", name=name)
     folder.job.write_text("kind: RLJob\n")
     Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
-    assert running(folder.path).address == "tcp://127.0.0.1:1"
+    assert place_of_run(folder.path).address == "tcp://127.0.0.1:1"
     folder.release()
     with pytest.raises(ManifestError, match=rf"no run is going on there\..*{hint}"):
-        running(folder.path)
+        place_of_run(folder.path)
 
 
 @pytest.mark.parametrize("take", [asyncflow.init_engines, asyncflow.load, asyncflow.train])

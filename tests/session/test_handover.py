@@ -131,7 +131,7 @@ def test_all_threads_that_wait_for_samples_hear_that_there_are_no_more(handover,
 
 
 def test_a_wait_for_samples_has_an_end(handover):
-    with pytest.raises(DeadlineExceeded, match="samples of step 3 did not come"):
+    with pytest.raises(DeadlineExceeded, match="samples of step 3 did not arrive"):
         handover.take(what="samples of step 3", timeout=0.01)
 
 

@@ -476,5 +476,5 @@ def test_a_job_that_cannot_be_run_says_why(tmp_path: Path) -> None:
 
 
 def test_who_does_not_train_joins_a_job_that_runs(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="begun here needs its trainer"):
+    with pytest.raises(ManifestError, match="started here needs its trainer"):
         asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", trains=False)

@@ -1,1 +1,1 @@
-"""The user-level API: a job, or a queue, driven from a script or a notebook (AsyncFlow, arXiv 2507.01663, §5)."""
+"""The user-level API: a script or a notebook drives a job or a queue (AsyncFlow, arXiv 2507.01663, §5)."""

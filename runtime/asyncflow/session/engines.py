@@ -1,7 +1,7 @@
 """The five verbs of AsyncFlow's user-level interface (arXiv 2507.01663, §5), for a job or a queue.
 
     engines = init_engines("job.yaml")
-    engines.weight_sync_notify(model)                           # θ_step, which the rollouts begin with
+    engines.weight_sync_notify(model)                           # θ_step, with which the rollouts start
     while engines.step < engines.steps:
         while (batch := engines.get_experience_data()) is not None:
             loss(model, batch).backward()
@@ -9,13 +9,13 @@
         engines.weight_sync_notify(model, state={"model": model.state_dict(), ...})
     engines.close()
 
-Everything that waits for others goes on in one thread with an event loop of its own, so the caller may be a script, a
-notebook, or a coroutine's worker thread, and computes undisturbed.
+One thread with its own event loop waits for other processes, so the caller may be a script, a notebook, or the worker
+thread of a coroutine, and its computation is not interrupted.
 
-Invariants: a session of a job is its trainer (``roles.trainer``), with the user's loop for a back end (``handover``):
-each sample is trained once in the weights that survive, whenever this process is killed and started again, since steps
-are committed with the checkpoint that holds the user's state; every call has a deadline, and once the session has ended
-each one says why.
+Invariants: a session of a job is the job's trainer (``roles.trainer``) with the user's loop as its back end
+(``handover``); in the weights that survive, each sample is trained once, even if this process is killed and restarted
+at any time, since steps are committed with the checkpoint that contains the user's state; every call has a deadline,
+and every call after the end of the session raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.retry import retry
 from asyncflow.rpc.tls import Credentials
 from asyncflow.session.experience import Experience
-from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
-from asyncflow.session.loader import OPEN, StreamLoader, create_stream_data_loader, make_known
+from asyncflow.session.joining import LocalRun, SessionPlace, place_of_run, remote_place
+from asyncflow.session.loader import OPEN, StreamLoader, create_stream_data_loader, declare_stage
 from asyncflow.session.role import TrainerSession
 from asyncflow.session.stages import check_stage, written
 from asyncflow.training.report import Seconds, TrainReport
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAIT_S = 3600.0
-"""Seconds that samples may take, unless the caller says."""
+"""Default timeout for samples, in seconds."""
 _CALL_S = 60.0
 _PROMPTS_PER_CALL = 256
 _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
@@ -72,9 +72,10 @@ _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Sec
 
 @dataclass(frozen=True)
 class ClaimedRows:
-    """Rows that were claimed, also as the pair (data, index); a context, from which an error gives them back.
+    """Claimed rows, which unpack to the pair (data, index); a context manager that gives them back after an error.
 
-    data: their columns by name; index: for ``put_experience_data``, with the results; returning: see ``give_back``.
+    data: their columns by name; index: argument of ``put_experience_data`` for the results; returning: function that
+    gives the rows back for a reason.
     """
 
     data: dict[str, Values]
@@ -85,7 +86,7 @@ class ClaimedRows:
         return iter((self.data, self.index))
 
     def give_back(self, reason: str = "given back") -> None:
-        """Return to other consumers, at once, what was not put of these rows. reason: for the ledger."""
+        """Return the rows without results to other consumers immediately. reason: text for the ledger."""
         self.returning(reason)
 
     def __enter__(self) -> Self:
@@ -101,11 +102,11 @@ class ClaimedRows:
 
 
 class Engines:
-    """The engines of a job, or a queue alone, to a user's process. Made by ``init_engines``; a context that closes it.
+    """Access of a user's process to a job or a standalone queue. Made by ``init_engines``; a context manager.
 
-    job: None for a queue alone; state: what the checkpoint holds that was gone on from, as it was given to
-    ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the last completed one; steps: how many
-    there are. Who is not the job's trainer has no state, and 0 for a step.
+    job: None for a standalone queue; state: the state in the checkpoint from which the job continues, as it was passed
+    to ``weight_sync_notify``, None at the start; partition: partition of the rows; step: last completed step; steps:
+    number of steps of the job. In a process that is not the job's trainer, state is None and step is 0.
     """
 
     def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
@@ -134,7 +135,7 @@ class Engines:
 
     @property
     def model(self) -> Path:
-        """Folder of the job's model, in the trainer's process with θ_0; a tiny model is made there at the first use."""
+        """Folder of the job's model, in the trainer's process with θ_0; a tiny model is created at the first use."""
         if self._trains and self.job is not None:
             materialize_weights(self.job.spec.model.source, self._model)
         return self._model
@@ -149,19 +150,19 @@ class Engines:
     ) -> list[int]:
         """Put prompts and return their numbers.
 
-        Into a queue that stands alone, a row each, as soon as there is room. prompts: a value for each row (column
-        ``prompts``), or columns by name; last: no more rows will be put, so that consumers end when they have had all.
+        For a standalone queue, each prompt becomes a row, as soon as there is room. prompts: a value for each row
+        (column ``prompts``), or columns by name; last: no more rows will be put, so consumers end after these rows.
 
-        Into a job whose ``data.train.source`` is ``put://``. prompts: texts, or mappings with ``question`` and what
-        else ``asyncflow.data.base.Prompt`` has: ``answer``, ``meta``, ``messages``, ``task``. They are on the driver's
-        disk when this returns, and are asked in this order, as steps need them; ``prompts`` says how many there are.
-        first: the number that the first one is to have, None for the next: a call that failed halfway, and is made
-        again with it, puts nothing twice. Raises Refused for a job with another source, and ManifestError, with none
-        put, for a prompt that the model cannot be asked.
+        For a job, ``data.train.source`` must be ``put://``. prompts: texts, or mappings with ``question`` and other
+        fields of ``asyncflow.data.base.Prompt``: ``answer``, ``meta``, ``messages``, ``task``. When this returns, they
+        are on the driver's disk; they are dispatched in this order when steps need them. ``prompts`` is their number.
+        first: number of the first prompt, None for the next one; a call that failed halfway can be repeated with the
+        same number and puts no prompt twice. Raises Refused for a job with another source, and ManifestError, before
+        any prompt is put, for a prompt that is invalid for the model.
         """
         if self.job is not None:
             if last:
-                what, hint = "a job ends after its steps", "Leave last out; spec.algorithm.steps says how many"
+                what, hint = "a job ends after its steps", "Remove last; spec.algorithm.steps is the number of steps"
                 raise Refused(what, where="put_prompts_data", hint=hint)
             begin = self.prompts if first is None else first
             return self._put_into_job(_prompts_of(prompts), first=begin, timeout=timeout)
@@ -177,9 +178,9 @@ class Engines:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts that were put into the job, by earlier sessions too. Raises Refused where there is none."""
+        """Number of prompts in the job, including those of earlier sessions. Raises Refused for a standalone queue."""
         if self.job is None:
-            what, hint = "a queue alone counts no prompts", "Engines.put_prompts_data gives the ids of its rows"
+            what, hint = "a standalone queue counts no prompts", "Engines.put_prompts_data returns the ids of its rows"
             raise Refused(what, where="prompts", hint=hint)
         return self._call_driver(PutPrompts(), timeout=_CALL_S)
 
@@ -191,20 +192,20 @@ class Engines:
         *,
         timeout: float = WAIT_S,
     ) -> Any:
-        """Return what is ready for a consumer, as soon as something is; None at the end.
+        """Return the next ready rows for a consumer; wait until there are any; None at the end.
 
-        In a job ``train`` is the trainer: it is given the samples of step ``step + 1``, an ``Experience`` at a time,
-        as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of
-        ``spec.tasks`` without a function, or of a queue that stands alone, which learns of the task by this. It is
-        given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``, and None when no more
-        will come; the rows are its own until it puts what it made of them, or gives them back.
+        In a job, the stage ``train`` is the trainer: it receives the samples of step ``step + 1``, one ``Experience``
+        per call, when their groups are finished, and None after the last. Any other stage is a task of ``spec.tasks``
+        without a function, or a task of a standalone queue, in which this call declares it. It receives up to
+        ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``, and None when no more rows will come.
+        It keeps the rows until it puts their results or gives them back.
 
-        Raises DeadlineExceeded where nothing was ready in time, and Refused for a task that the job itself does.
+        Raises DeadlineExceeded if no row was ready in time, and Refused for a task that the job itself does.
         """
         if self.job is not None and experience_consumer_stage == "train":
             return self._next_experience(timeout)
         if not experience_columns or experience_count < 1:
-            hint = "Say which columns, and how many rows at most"
+            hint = "Pass the columns to read and the most rows to claim"
             raise Refused("experience_columns and experience_count are missing", where="get_experience_data", hint=hint)
         if self.job is not None:
             check_stage(self.job.spec, experience_consumer_stage, experience_columns, where="get_experience_data")
@@ -217,16 +218,16 @@ class Engines:
         *,
         timeout: float = _CALL_S,
     ) -> list[bool]:
-        """Write columns, a value for each row.
+        """Write columns with a value for each row, and return whether each row was written.
 
-        index: of the rows that were got, which are completed by this: False for one whose lease had ended, and which
-        another consumer has. Without it they are new rows of a queue that stands alone. Raises Refused, in a job, for
-        anything but the columns that the task writes.
+        index: index of claimed rows, which this call completes; the result is False for a row whose lease had ended,
+        since another consumer has it. Without an index, the call puts new rows into a standalone queue. In a job,
+        raises Refused unless the columns are those that the task writes.
         """
         where = "put_experience_data"
         if self.job is not None:
             if index is None:
-                hint = "Give the index of the rows that you got; put_prompts_data puts prompts"
+                hint = "Pass the index of the claimed rows; use put_prompts_data to put prompts"
                 raise Refused("a job makes its rows itself", where=where, hint=hint)
             data = written(self.job.spec, data, len(index.rows), where=where)
         if index is None:
@@ -235,8 +236,8 @@ class Engines:
             consumer = self._consumer()
             return consumer.run(consumer.complete(index.rows, encode_columns(data)))
         if (owner := LEASE_OWNERS.get(index.owner)) is None:
-            hint = "Put results while the loader that gave their index is there"
-            raise Refused("these rows were claimed by a loader that is gone", where=where, hint=hint)
+            hint = "Put results while the loader that returned their index still exists"
+            raise Refused("these rows were claimed by a loader that no longer exists", where=where, hint=hint)
         result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data)
         return result
 
@@ -247,24 +248,24 @@ class Engines:
         state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Say which weights there are now: first those of ``step``, and after the samples of a step those it made.
+        """Publish weights: the first call passes the weights of ``step``, each further call those after the next step.
 
-        They are published, and the rollouts swap as the job's schedule says. weights: a model of transformers, or its
-        parameters by name; state: all that is needed to go on with the next step (tensors, numbers, texts, lists and
-        dicts), which goes into the checkpoints; metrics: finite numbers for ``metrics.jsonl``. Both are copied, so the
-        model may change as soon as this returns. Raises Refused before all samples of the step were taken, or where the
-        queue stands alone.
+        The rollouts swap to them as the job's schedule says. weights: a transformers model, or its parameters by name;
+        state: everything needed to continue with the next step (tensors, numbers, texts, lists and dicts), which is
+        written into the checkpoints; metrics: finite numbers for ``metrics.jsonl``. Weights and state are copied, so
+        the model may change as soon as this returns. Raises Refused if samples of the step were not taken yet, or for a
+        standalone queue.
         """
         handover = self._trainer("weight_sync_notify").opened()
         named = _saved(weights) if isinstance(weights, nn.Module) else weights
-        if not handover.begun:
+        if not handover.has_weights:
             handover.begin(named)
             return
         handover.finish(named, state=state, metrics=_checked(metrics or {}))
         self.step += 1
 
     def generate_here(self, make_engine: MakeEngine) -> None:
-        """Be one more rollout of the job, with an engine of one's own (``rollout.engines.base``)."""
+        """Join the job as a further rollout, with a custom engine (``rollout.engines.base``)."""
         self._trainer("generate_here").generate(make_engine)
 
     def create_stream_data_loader(
@@ -291,11 +292,12 @@ class Engines:
         )
 
     def close(self, *, timeout: float = WAIT_S) -> None:
-        """Leave; after the last step wait until the job has ended well, which was run by this process or elsewhere.
+        """Leave the job.
 
-        Meanwhile threads may do what the job leaves to them: they get None when no more rows will come. Before the last
-        step, a checkpoint is written of the last completed one, and a job that this process runs is ended; it goes on
-        when ``init_engines`` is called again. Raises what went wrong meanwhile.
+        After the last step, wait until the job has ended, wherever it runs. Meanwhile other threads may still do tasks
+        that the job leaves to the user; they receive None when no more rows will come. Before the last step, the
+        trainer writes a checkpoint of the last completed step, and a job that this process started ends; a new call of
+        ``init_engines`` continues it. Raises the error of the session, if any.
         """
         session, self._session = self._session, None
         deadline = time.monotonic() + timeout
@@ -314,7 +316,7 @@ class Engines:
         session.thread.join(max(0.0, deadline - time.monotonic()))
         if session.thread.is_alive():
             session.leave()
-            raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="Its view says why")
+            raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="See its status")
         if session.error is not None:
             raise session.error
 
@@ -330,32 +332,32 @@ class Engines:
                 self._session.leave()
                 self._session.thread.join(WAIT_S)
             self.close()
-        except Exception as other:  # noqa: BLE001  the error that left the block says more
+        except Exception as other:  # noqa: BLE001  the error that left the block is more important
             log.warning("while the session ended: %s", other)
 
     def keep(self, rows: Any) -> None:
-        """Keep the lease of rows in force whose index has come from another process."""
+        """Renew the lease of rows whose index came from another process."""
         consumer = self._consumer()
         consumer.run(consumer.keep(rows))
 
     @property
     def queue(self) -> QueueAddress:
-        """The queue, as the data sets of ``asyncflow`` take it."""
+        """The address of the queue, for the data sets of ``asyncflow``."""
         return QueueAddress(address=self._place.address, tls=self._place.certificate(CLIENT))
 
     def _trainer(self, where: str) -> TrainerSession:
-        """Return the session of the job's trainer. Raises Refused where this is none."""
+        """Return the session of the job's trainer. Raises Refused if there is none."""
         if self._session is not None:
             return self._session
         if self.job is None:
-            hint = "Give init_engines the manifest of a job, or the folder of its run"
-            raise Refused("a queue alone has no rollouts", where=where, hint=hint)
+            hint = "Pass init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a standalone queue has no rollouts", where=where, hint=hint)
         hint = "Call init_engines again, without trains=False"
         raise Refused("the session was closed, or is not the trainer's", where=where, hint=hint)
 
     def _next_experience(self, timeout: float) -> Experience | None:
         handover, step = self._trainer("get_experience_data").opened(), self.step + 1
-        if not handover.begun:
+        if not handover.has_weights:
             hint = "Call weight_sync_notify(model) first: the rollouts generate with it"
             raise Refused("there are no weights yet", where="get_experience_data", hint=hint)
         if step > self.steps:
@@ -364,14 +366,14 @@ class Engines:
         return None if batch is None else Experience.of(batch, step=step)
 
     def _put_into_job(self, prompts: Sequence[Prompt], *, first: int, timeout: float) -> list[int]:
-        begins = range(0, len(prompts), _PROMPTS_PER_CALL)
-        parts = [PutPrompts(first + begin, list(prompts[begin : begin + _PROMPTS_PER_CALL])) for begin in begins]
+        starts = range(0, len(prompts), _PROMPTS_PER_CALL)
+        parts = [PutPrompts(first + start, list(prompts[start : start + _PROMPTS_PER_CALL])) for start in starts]
         checks = [msgspec.structs.replace(part, check=True) for part in parts] if len(parts) > 1 else []
         self._call_driver(*checks, *parts, timeout=timeout)
         return list(range(first, first + len(prompts)))
 
     def _call_driver(self, *requests: PutPrompts, timeout: float) -> int:
-        """Return how many prompts there are after ``requests``, each sent again while the driver is away."""
+        """Send ``requests``, retrying while the driver is unreachable; return the number of prompts afterwards."""
         tls = self._place.certificate(CLIENT)
 
         async def call() -> int:
@@ -379,7 +381,7 @@ class Engines:
             driver = RpcClient(
                 name="session", resolve=self._place.address, credentials=credentials, expects=("driver",)
             )
-            there = 0
+            count = 0
             try:
                 for request in requests:
                     answer = await retry(
@@ -387,10 +389,10 @@ class Engines:
                         what="putting prompts",
                         timeout=timeout,
                     )
-                    there = answer.count
+                    count = answer.count
             finally:
                 await driver.close()
-            return there
+            return count
 
         return self._consumer().run(call())
 
@@ -412,7 +414,7 @@ class Engines:
         async def claim() -> ClaimedRows | None:
             rows = Partition(consumer.client, self.partition, tensors=True)
             if self.job is None and stage not in self._known:
-                await make_known(rows, stage, columns)
+                await declare_stage(rows, stage, columns)
                 self._known.add(stage)
             claimed = await consumer.client.claim(
                 partition=self.partition, task=stage, max_rows=count, until_done=True, timeout=timeout
@@ -421,16 +423,16 @@ class Engines:
                 if claimed.ended:
                     return None
                 what = f"no row was ready for {stage} within {timeout:g} s"
-                hint = "asyncflow queue show says what they lack"
+                hint = "asyncflow queue show says which columns they lack"
                 raise DeadlineExceeded(what, where=self.partition, hint=hint)
             await consumer.keep(claimed.rows)
             try:
-                found = await rows.get(claimed.rows, columns, timeout=_CALL_S)
+                data = await rows.get(claimed.rows, columns, timeout=_CALL_S)
             except AsyncFlowError:
                 await consumer.give_back(claimed.rows, "its columns could not be read")
                 raise
             return ClaimedRows(
-                found,
+                data,
                 BatchLease(self._owner, claimed.rows),
                 lambda reason: consumer.run(consumer.give_back(claimed.rows, reason)),
             )
@@ -451,20 +453,20 @@ def init_engines(
     trains: bool = True,
     timeout: float = 300.0,
 ) -> Engines:
-    """Bring up the engines of a job whose trainer is this process, or join those that are up.
+    """Start a job whose trainer is this process, or join a running job or queue.
 
-    job: a manifest, or a job made in Python, which is run on this machine as a child process in the folder ``output``
-    (``runs/NAME``), and continued where that holds a run; the folder of a run that goes on; or the address of a queue
-    that stands alone (``tcp://HOST:PORT``) or its folder. overrides: ``path=value`` each.
+    job: a manifest or a job made in Python, which is run on this machine as a child process in the folder ``output``
+    (default ``runs/NAME``); if the folder contains a run, that run is continued. Or the folder of a job or a standalone
+    queue that is running, or the address of a standalone queue (``tcp://HOST:PORT``). overrides: ``path=value`` each.
 
-    address: of the driver of a job that runs elsewhere, whose manifest ``job`` is; tls: folder with the certificates
-    ``trainer-0`` and ``client-0`` of that job (of a queue: the folder with a client's certificate); workdir: folder on
-    durable storage for checkpoints and the model (``runs/NAME``); host: the address at which rollouts reach this
-    process. partition: of the rows of a queue. trains: False for a process beside the trainer, which does tasks that
-    are left to the user, or puts prompts. timeout: seconds until the job is joined as its trainer; who does not train,
-    and who uses a queue, joins with the first call, which has a timeout of its own.
+    address: address of the driver of a job that runs on other machines; ``job`` is then its manifest; tls: folder with
+    the certificates ``trainer-0`` and ``client-0`` of that job (for a queue: folder with the certificate of a client);
+    workdir: folder on durable storage for checkpoints and the model (default ``runs/NAME``); host: address at which
+    rollouts reach this process. partition: partition of the rows of a queue. trains: False for a process that is not
+    the trainer but does tasks that are left to the user, or puts prompts. timeout: seconds until the process has joined
+    the job as its trainer; other processes, and users of a queue, join at their first call, which has its own timeout.
 
-    Raises ManifestError for what cannot be run or joined, DeadlineExceeded where a trainer did not reach the driver.
+    Raises ManifestError if the job cannot be run or joined, DeadlineExceeded if the trainer cannot reach the driver.
     """
     check_source(job, RLJob, where="init_engines")
     if isinstance(job, str) and "://" in job:
@@ -472,21 +474,21 @@ def init_engines(
         return Engines(session=None, place=alone, partition=partition)
     folder = None if isinstance(job, RLJob) or not Path(job).is_dir() else Path(job)
     if folder is not None and address is None:
-        place = running(folder)
+        place = place_of_run(folder)
         if place.manifest is None:
             return Engines(session=None, place=place, partition=partition)
         if not trains:
             return Engines(session=None, place=place, partition=TRAIN)
         session = TrainerSession(lambda: place, run=None, host=host, timeout=timeout)
     elif address is not None:
-        there = partial(elsewhere, job, address=address, tls=tls, workdir=workdir, overrides=overrides)
+        locate = partial(remote_place, job, address=address, tls=tls, workdir=workdir, overrides=overrides)
         if not trains:
-            return Engines(session=None, place=there(), partition=TRAIN)
-        session = TrainerSession(there, run=None, host=host, timeout=timeout)
+            return Engines(session=None, place=locate(), partition=TRAIN)
+        session = TrainerSession(locate, run=None, host=host, timeout=timeout)
     else:
         if not trains:
-            hint = "Give the folder of its run, or the address of its driver"
-            raise ManifestError("a job that is begun here needs its trainer", where="init_engines", hint=hint)
+            hint = "Pass the folder of its run, or the address of its driver"
+            raise ManifestError("a job that is started here needs its trainer", where="init_engines", hint=hint)
         local = LocalRun(job, output=output, overrides=overrides)
         session = TrainerSession(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
     try:
@@ -498,46 +500,46 @@ def init_engines(
         raise
 
 
-def _prompts_of(given: Sequence[Any] | Mapping[str, Any]) -> list[Prompt]:
-    """Return what a caller puts into a job as prompts. Raises ManifestError for what is none."""
-    if isinstance(given, str) or (isinstance(given, Mapping) and any(isinstance(each, str) for each in given.values())):
-        raise ManifestError("one prompt was given", where="put_prompts_data", hint="Give a list of prompts")
-    rows: Iterable[Any] = given
-    if isinstance(given, Mapping):
-        if len({len(column) for column in given.values()}) > 1:
-            raise ManifestError("the columns have unlike numbers of rows", where="put_prompts_data")
-        rows = (dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True))
+def _prompts_of(data: Sequence[Any] | Mapping[str, Any]) -> list[Prompt]:
+    """Convert the argument of ``put_prompts_data`` to prompts. Raises ManifestError for an invalid one."""
+    if isinstance(data, str) or (isinstance(data, Mapping) and any(isinstance(each, str) for each in data.values())):
+        raise ManifestError("one prompt was given", where="put_prompts_data", hint="Pass a list of prompts")
+    rows: Iterable[Any] = data
+    if isinstance(data, Mapping):
+        if len({len(column) for column in data.values()}) > 1:
+            raise ManifestError("the columns have different numbers of rows", where="put_prompts_data")
+        rows = (dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True))
     return [_prompt(each, number) for number, each in enumerate(rows)]
 
 
-def _prompt(given: Any, number: int) -> Prompt:
+def _prompt(row: Any, number: int) -> Prompt:
     try:
-        named = {"question": given} if isinstance(given, str) else given
-        if not isinstance(named, Prompt):
-            if unknown := sorted(dict(named).keys() - set(Prompt.__struct_fields__)):
+        prompt = {"question": row} if isinstance(row, str) else row
+        if not isinstance(prompt, Prompt):
+            if unknown := sorted(dict(prompt).keys() - set(Prompt.__struct_fields__)):
                 raise ManifestError(
                     f"prompt {number} has {unknown[0]!r}",
                     where="put_prompts_data",
-                    hint=f"A prompt has {', '.join(Prompt.__struct_fields__)}; put all else into meta",
+                    hint=f"A prompt has {', '.join(Prompt.__struct_fields__)}; put other values into meta",
                 )
-            named = msgspec.convert(dict(named), Prompt)
-        return Prompt.unpack(named.packed())
+            prompt = msgspec.convert(dict(prompt), Prompt)
+        return Prompt.unpack(prompt.packed())
     except (TypeError, ValueError) as error:
-        what = f"prompt {number} is none: {error}"
-        raise ManifestError(what, where="put_prompts_data", hint="Give plain texts and numbers, as JSON has") from error
+        what, hint = f"prompt {number} is invalid: {error}", "Pass plain texts and numbers, as in JSON"
+        raise ManifestError(what, where="put_prompts_data", hint=hint) from error
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a model, each once, and the buffers that are saved with them, by name."""
-    kept = model.state_dict().keys()
-    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in kept}}
+    saved = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in saved}}
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics as plain numbers. Raises Refused for one that is not finite, or named as the report's own."""
+    """Return the metrics as plain numbers. Raises Refused for a number that is not finite, and for a reserved name."""
     plain = {name: float(value) for name, value in metrics.items()}
     for name, value in plain.items():
         if not math.isfinite(value) or name in _RESERVED:
-            why = "is not finite" if name not in _RESERVED else "has the name of a figure of the report"
+            why = "is not finite" if name not in _RESERVED else "has a name that is reserved for figures of the report"
             raise Refused(f"the metric {name} = {value} {why}", where="weight_sync_notify")
     return plain

@@ -1,7 +1,7 @@
-"""The samples of a micro-batch as padded torch tensors, the form in which a loop of one's own computes.
+"""The samples of a micro-batch as padded torch tensors, the input of a user's training loop.
 
-Invariant: every tensor of two dimensions has one entry for each token of prompt and response, filled up on the right;
-``mask`` is True exactly where a token of the response counts in the loss. A column of ``extra`` has its own length.
+Invariants: each tensor with two dimensions has one entry for each token of prompt and response, padded on the right;
+``mask`` is True exactly for the response tokens that count in the loss. A column of ``extra`` has its own length.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from asyncflow.training.batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """n samples of one optimizer step; length: tokens of the longest, prompt and response.
+    """n samples of one optimizer step; length: number of tokens of the longest one, prompt and response.
 
-    ids int64[n, length]; attention bool[n, length], False where it is filled up; mask bool[n, length], the tokens that
-    count in the loss; logprobs float32[n, length], of the response's tokens by the engine that drew them, else 0;
-    versions int64[n, length], the steps of the weights that drew them, else -1; rewards, advantages float32[n]; keys:
-    the samples' names, (prompt serial, number in the group); extra: what tasks of the user's wrote, by column
-    [n, longest], filled up with 0 on the right.
+    ids int64[n, length]; attention bool[n, length], False for padding; mask bool[n, length], True for tokens that count
+    in the loss; logprobs float32[n, length], log-probs of the response tokens from the engine that sampled them, 0 for
+    other positions; versions int64[n, length], steps of the weights that sampled them, -1 for other positions; rewards,
+    advantages float32[n]; keys: the samples' keys (prompt serial, number in the group); extra: columns that tasks of
+    the user wrote, [n, longest], padded with 0 on the right.
     """
 
     step: int
@@ -43,7 +43,7 @@ class Experience:
 
     @classmethod
     def of(cls, batch: MicroBatch, *, step: int) -> Experience:
-        """Make it of what a trainer is given for ``step``."""
+        """Convert a micro-batch of ``step``."""
         prompts, responses = batch.prompts.lengths, batch.responses.lengths
         shape = (len(batch), int((prompts + responses).max(initial=0)))
         place = np.arange(shape[1])
@@ -68,7 +68,7 @@ class Experience:
         return len(self.keys)
 
     def to(self, device: torch.device | str) -> Experience:
-        """Return it with its tensors on another device."""
-        held: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        moved = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
-        return replace(self, **moved, extra={name: one.to(device) for name, one in self.extra.items()})
+        """Return a copy with its tensors on another device."""
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved, extra={name: column.to(device) for name, column in self.extra.items()})

@@ -1,4 +1,4 @@
-"""A back end whose computing is done elsewhere: by a loop of the user's, in a thread of the user's.
+"""A trainer back end whose computation is done by the user's loop, in the user's thread.
 
     trainer (``training.trainer``)             the user's loop
     load            checkpoint  ────>  state
@@ -6,12 +6,12 @@
     micro_batch     samples     ────>  take, take, ..., None
     finish_step     weights     <────  finish
 
-Everything else that a trainer does stays as it is: claims and their prefetching, publications, reports, checkpoints and
-the commits that follow them, leaving.
+The trainer does everything else as with any back end: claims and prefetches samples, publishes weights, reports steps,
+writes and commits checkpoints, and leaves.
 
-Invariants: neither thread ever computes for the other; what the user gives is copied before the call returns, so that
-a checkpoint or a publication of a step holds what the step was finished with; once the session has ended, for whatever
-reason, no thread stays blocked here.
+Invariants: neither thread computes for the other; weights and state from the user are copied before the call returns,
+so a checkpoint or a publication of a step contains the values with which the step was finished; once the session has
+ended, for any reason, no thread stays blocked here.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _END: Final = "end"
 
 
 class Handover(TrainerBackend):
-    """The trainer's side, and the user's (``begin``, ``take``, ``finish``), of one session.
+    """The trainer's side and the user's side (``begin``, ``take``, ``finish``) of one session.
 
-    state: what the checkpoint holds that the session went on from, None where it begins at θ_0; step: its step, 0
-    there. opened: set once both are known, or the session has ended.
+    state: the user's state in the checkpoint from which the session continues, None if it starts at θ_0; step: the step
+    of that checkpoint, or 0. opened: set once both are known, or the session has ended.
     """
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
         if group.world > 1:
-            what, hint = f"{group.world} ranks", "Give trainer.replicas: 1"
+            what, hint = f"{group.world} ranks", "Set trainer.replicas: 1"
             raise ManifestError(what, where="spec.trainer", hint=hint)
         if settings.loss.algorithm.writes == OUTCOME:
-            what, hint = "its advantages are made by the job's own trainer", "Take grpo, and compute them in your loop"
+            what, hint = "the job's own trainer computes its advantages", "Use grpo, and compute them in your loop"
             raise ManifestError(what, where="spec.algorithm.name", hint=hint)
         super().__init__(settings, group=group)
         self.state: Any = None
@@ -64,13 +64,13 @@ class Handover(TrainerBackend):
         self._changed = threading.Condition()
         self._ended: Callable[[], BaseException] | None = None
         self._weights: dict[str, Tensor] | None = None
-        self._kept = b""
+        self._packed_state = b""
         self._offered: MicroBatch | Literal["end"] | None = None
-        self._taken_all = self._finished = False
+        self._exhausted = self._finished = False
         self._metrics: dict[str, float] = {}
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights with which the session begins."""
+        """Set the weights with which the session starts."""
         copied = _copied(weights)
         with self._changed:
             self._check()
@@ -78,53 +78,53 @@ class Handover(TrainerBackend):
             self._changed.notify_all()
 
     @property
-    def begun(self) -> bool:
-        """True once there are weights."""
+    def has_weights(self) -> bool:
+        """True once the user has set weights."""
         return self._weights is not None
 
     def take(self, *, what: str, timeout: float) -> MicroBatch | None:
-        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, with ``what``."""
+        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded for ``what``."""
         with self._changed:
-            if not self._taken_all:
-                self._wait(lambda: self._offered is not None or self._taken_all, what=what, timeout=timeout)
-            if self._taken_all:
+            if not self._exhausted:
+                self._wait(lambda: self._offered is not None or self._exhausted, what=what, timeout=timeout)
+            if self._exhausted:
                 return None
             offered, self._offered = self._offered, None
             self._changed.notify_all()
             if not isinstance(offered, MicroBatch):
-                self._taken_all = True
+                self._exhausted = True
                 return None
             self.trained += len(offered)
             return offered
 
     def finish(self, weights: Mapping[str, Tensor], *, state: Any, metrics: Mapping[str, float]) -> None:
-        """Take what the step made of the weights. Raises Refused before all its samples were taken."""
-        copied, kept = _copied(weights), _packed(state)
+        """Set the weights, state and metrics after the step. Raises Refused if samples of the step were not taken."""
+        copied, packed = _copied(weights), _packed(state)
         with self._changed:
             self._check()
-            if not self._taken_all:
+            if not self._exhausted:
                 hint = "Call get_experience_data until it returns None: a step trains all of its samples"
                 raise Refused("the step has samples that were not taken yet", where="weight_sync_notify", hint=hint)
-            self._weights, self._kept, self._metrics = copied, kept, dict(metrics)
-            self._taken_all, self._finished = False, True
+            self._weights, self._packed_state, self._metrics = copied, packed, dict(metrics)
+            self._exhausted, self._finished = False, True
             self._changed.notify_all()
 
     def end(self, reason: Callable[[], BaseException]) -> None:
-        """Wake everybody: the trainer's thread leaves, the user's calls raise ``reason()`` from now on."""
+        """Wake both threads: the trainer's thread leaves, and calls of the user raise ``reason()`` from now on."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify_all()
         self.opened.set()
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
-        """Read the user's state from ``checkpoint``, and wait for the weights that go with it (``begin``)."""
+        """Read the user's state from ``checkpoint``, and wait for the first weights (``begin``)."""
         if checkpoint is not None:
             self.step = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=CheckpointManifest).step
             try:
-                self._kept = (checkpoint / _FILE).read_bytes()
-                self.state = torch.load(io.BytesIO(self._kept), weights_only=True)
+                self._packed_state = (checkpoint / _FILE).read_bytes()
+                self.state = torch.load(io.BytesIO(self._packed_state), weights_only=True)
             except Exception as error:
-                hint = "It was written by another back end, or holds what torch.load(weights_only=True) refuses"
+                hint = "It was written by another back end, or torch.load(weights_only=True) refuses its objects"
                 raise CheckpointError(f"{_FILE}: {error}", where=str(checkpoint), hint=hint) from error
         self.opened.set()
         with self._changed:
@@ -136,13 +136,13 @@ class Handover(TrainerBackend):
             self._offer(batch)
 
     def update(self, step: int) -> None:
-        """Refuse: a loop of the user's makes its updates itself."""
+        """Raise ManifestError: the user's loop makes its updates itself."""
         raise ManifestError(
             f"step {step} has several updates", where="spec.algorithm", hint="Leave epochs and miniBatches at 1"
         )
 
     def finish_step(self, step: int) -> dict[str, float]:  # noqa: ARG002
-        """Say that the step has no more samples, and wait until it is finished."""
+        """Signal that the step has no more samples, and wait until the user has finished it."""
         self._offer(_END)
         with self._changed:
             self._wait_here(lambda: self._finished)
@@ -150,28 +150,28 @@ class Handover(TrainerBackend):
             return self._metrics
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield the weights that were given last."""
+        """Yield the last weights from the user."""
         with self._changed:
             weights = self._weights
         for name, tensor in (weights or {}).items():
             yield name, as_array(rounded(tensor, getattr(torch, dtype)))
 
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
-        """Return what writes the state that the last step was finished with."""
-        return partial(_write, kept=self._kept)
+        """Return a function that writes the state with which the last step was finished."""
+        return partial(_write, packed=self._packed_state)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
-    def _offer(self, what: MicroBatch | Literal["end"]) -> None:
+    def _offer(self, offered: MicroBatch | Literal["end"]) -> None:
         with self._changed:
-            self._offered = what
+            self._offered = offered
             self._changed.notify_all()
             self._wait_here(lambda: self._offered is None)
 
-    def _wait_here(self, there: Callable[[], bool]) -> None:
-        """Wait in the trainer's thread. Raises GroupLeft once the session has ended."""
-        while not there():
+    def _wait_here(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition in the trainer's thread. Raises GroupLeft once the session has ended."""
+        while not condition():
             if self._ended is not None:
                 raise GroupLeft
             self._changed.wait()
@@ -180,14 +180,14 @@ class Handover(TrainerBackend):
         if self._ended is not None:
             raise self._ended()
 
-    def _wait(self, there: Callable[[], bool], *, what: str, timeout: float) -> None:
+    def _wait(self, condition: Callable[[], bool], *, what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not there():
+        while not condition():
             self._check()
             left = deadline - time.monotonic()
             if left <= 0:
-                hint = "GET /v1/status of the driver, or the view of asyncflow run, says what it waits for"
-                raise DeadlineExceeded(f"{what} did not come within {timeout:g} s", where="session", hint=hint)
+                hint = "GET /v1/status of the driver, or the view of asyncflow run, says what the job waits for"
+                raise DeadlineExceeded(f"{what} did not arrive within {timeout:g} s", where="session", hint=hint)
             self._changed.wait(left)
 
 
@@ -196,27 +196,27 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _packed(state: Any) -> bytes:
-    """Return the state as bytes. Raises Refused for one that could not be read again."""
+    """Return the state as bytes. Raises Refused for a state that could not be read again."""
     target = io.BytesIO()
     try:
         torch.save(state, target)
-        _try(target)
+        _check_readable(target)
     except Exception as error:
-        hint = "Give tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
+        hint = "Pass tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
         what = f"a checkpoint with this state could not be read: {error}"
         raise Refused(what, where="weight_sync_notify", hint=hint) from error
     return target.getvalue()
 
 
-def _try(kept: io.BytesIO) -> None:
-    """Read a state again: all but the data of its tensors, which takes long; with it where torch cannot do without."""
+def _check_readable(packed: io.BytesIO) -> None:
+    """Read a state again, without the data of its tensors, which takes long; with the data if that fails."""
     with contextlib.suppress(Exception):
-        kept.seek(0)
-        torch.load(kept, weights_only=True, map_location="meta")
+        packed.seek(0)
+        torch.load(packed, weights_only=True, map_location="meta")
         return
-    kept.seek(0)
-    torch.load(kept, weights_only=True)
+    packed.seek(0)
+    torch.load(packed, weights_only=True)
 
 
-def _write(folder: Path, *, kept: bytes) -> None:
-    (folder / _FILE).write_bytes(kept)
+def _write(folder: Path, *, packed: bytes) -> None:
+    (folder / _FILE).write_bytes(packed)

@@ -1,12 +1,12 @@
-"""The place that a session takes: of a job that is run here, of one that runs already, or of a queue that stands alone.
+"""Connection data of a session: for a job that is started here, a job that runs already, or a standalone queue.
 
-    a manifest, a job made in Python       it is run here, by ``asyncflow run`` as a child process
-    the same, with the driver's address    it runs elsewhere
-    the folder of a run, or of a queue     it runs on this machine
-    tcp://HOST:PORT                        a queue that stands alone
+    a manifest, a job made in Python       the job is started here, by ``asyncflow run`` as a child process
+    the same, with the driver's address    the job runs on other machines
+    the folder of a run, or of a queue     the job or queue runs on this machine
+    tcp://HOST:PORT                        a standalone queue
 
-Invariants: a job is run with ``trainer.external``, and only such a job is joined as its trainer; a child that was
-started here ends with the thread that started it, however that ends.
+Invariants: a job is started with ``trainer.external``, and a session becomes the trainer of such a job only; a child
+process that is started here ends with the thread that started it, even if that thread is killed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WHERE = "init_engines"
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlace:
-    """Where a session belongs.
+    """The job or queue that a session connects to.
 
-    address: of the driver, or of the queue's controller; manifest: file of the job, None for a queue; workdir: folder
-    for checkpoints and the model; tls: folder with the certificates by process (``trainer-0``, ``client-0``), None
-    where they are not needed; own: the certificate of a client of a queue that stands alone.
+    address: address of the driver, or of the queue's controller; manifest: file of the job, None for a queue; workdir:
+    folder for checkpoints and the model; tls: folder with the certificates by process (``trainer-0``, ``client-0``),
+    None if they are not needed; own: folder with the certificate of a client of a standalone queue.
     """
 
     address: str
@@ -50,14 +50,14 @@ class SessionPlace:
     own: Path | None = None
 
     def certificate(self, role: str, index: int = 0) -> Path | None:
-        """Return the folder of the certificate that a process of ``role`` shows, None where it shows none."""
+        """Return the folder of the certificate that a process of ``role`` presents, None if it presents none."""
         if role == CLIENT and self.own is not None:
             return self.own
         return None if self.tls is None else self.tls / f"{role}-{index}"
 
     @property
     def job(self) -> RLJob:
-        """The job. Raises ManifestError where its trainer is not the user's to be."""
+        """The job. Raises ManifestError if the job does not have an external trainer."""
         assert self.manifest is not None
         job = load_job(self.manifest)
         if not job.spec.trainer.external:
@@ -66,8 +66,8 @@ class SessionPlace:
         return job
 
 
-def running(folder: Path) -> SessionPlace:
-    """Return the place in the job, or the queue, that runs from ``folder``. Raises ManifestError where none does."""
+def place_of_run(folder: Path) -> SessionPlace:
+    """Return the place of the job or queue that runs from ``folder``. Raises ManifestError if none does."""
     folder = folder.absolute()
     record = record_of(folder)
     tls = folder / "run" / "tls"
@@ -76,7 +76,7 @@ def running(folder: Path) -> SessionPlace:
     return SessionPlace(address=record.driver, manifest=folder / JOB, workdir=folder, tls=tls)
 
 
-def elsewhere(
+def remote_place(
     job: RLJob | Path | str,
     *,
     address: str,
@@ -84,10 +84,10 @@ def elsewhere(
     workdir: Path | str | None,
     overrides: Sequence[str],
 ) -> SessionPlace:
-    """Return the place in the job whose driver is at ``address``; the manifest is kept in ``workdir``."""
+    """Return the place of the job whose driver is at ``address``; writes the manifest into ``workdir``."""
     manifest = load(job, overrides)
     if not isinstance(manifest, RLJob):
-        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(job), hint="Give an RLJob")
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(job), hint="Pass an RLJob")
     folder = Path(workdir) if workdir is not None else RUNS / manifest.name
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JOB, to_yaml(manifest).encode())
@@ -100,10 +100,10 @@ def elsewhere(
 
 
 class LocalRun:
-    """``asyncflow run`` as a child process, which is made and waited for in one thread.
+    """``asyncflow run`` as a child process; one thread starts it and waits for it.
 
-    job: a manifest or a job; output: folder of the run, ``runs/NAME`` where None. A run that the folder holds is
-    continued.
+    job: a manifest or a job; output: folder of the run, None for ``runs/NAME``. If the folder contains a run, that run
+    is continued.
     """
 
     def __init__(self, job: RLJob | Path | str, *, output: Path | str | None, overrides: Sequence[str]) -> None:
@@ -113,20 +113,20 @@ class LocalRun:
         self._sets = sets
         self._job = job
         self._child: subprocess.Popen[bytes] | None = None
-        self._said = self.folder.with_name(f"{self.folder.name}.log")
+        self._log = self.folder.with_name(f"{self.folder.name}.log")
 
     def start(self, *, timeout: float) -> SessionPlace:
-        """Start it, and return the place of its trainer. Raises AsyncFlowError where it ended, or did not begin."""
+        """Start the run, and return the place of its trainer. Raises AsyncFlowError if it ended, or did not start."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         source = Path(self._job) if not isinstance(self._job, RLJob) else self._written(self._job)
         command = [sys.executable, "-m", "asyncflow", "run", str(source), "--output", str(self.folder)]
-        command += [word for each in self._sets for word in ("--set", each)]
+        command += [argument for each in self._sets for argument in ("--set", each)]
         command += ["--resume"] if holds_run(self.folder) else []
-        with self._said.open("wb") as said:
+        with self._log.open("wb") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "asyncflow.process", *command],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, PARENT: str(os.getpid())},
             )
@@ -135,18 +135,18 @@ class LocalRun:
             self.check()
             record = load_record(self.folder)
             if record is not None and record.supervisor == self._child.pid:
-                return running(self.folder)
+                return place_of_run(self.folder)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"the run did not begin within {timeout:g} s", where=str(self.folder))
+                raise DeadlineExceeded(f"the run did not start within {timeout:g} s", where=str(self.folder))
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Raise AsyncFlowError where it has ended."""
+        """Raise AsyncFlowError if the child process has ended."""
         if self._child is not None and (status := self._child.poll()) is not None:
             raise self._failed(status)
 
     def end(self, *, well: bool, timeout: float) -> None:
-        """Wait for its end, which it reaches by itself where ``well``. Raises AsyncFlowError where it failed."""
+        """Wait for the end of the child; terminate it first unless ``well``. Raises AsyncFlowError if it failed."""
         if self._child is None:
             return
         if not well:
@@ -167,6 +167,6 @@ class LocalRun:
         return source
 
     def _failed(self, status: int) -> AsyncFlowError:
-        said = self._said.read_text(errors="replace")[-_TAIL:].strip()
+        tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
         what = f"asyncflow run ended with exit status {status}"
-        return AsyncFlowError(what, where=str(self.folder), hint=f"It said: {said}")
+        return AsyncFlowError(what, where=str(self.folder), hint=f"Its last output: {tail}")

@@ -1,10 +1,10 @@
-"""The streaming loader of AsyncFlow's Code 1 (arXiv 2507.01663): a stage's rows as they become ready, with an index.
+"""The streaming loader of AsyncFlow's Code 1 (arXiv 2507.01663): yields a stage's rows, with an index, when ready.
 
     for data, index in create_stream_data_loader(queue, "actor_rollout", ["prompts"], 16):
         engines.put_experience_data({"responses": generate(data["prompts"])}, index)
 
-Invariant: a row is claimed by one consumer at a time, and is that one's until its results are put, also when the loader
-goes on; what was claimed and not put is claimed by others once the loader is closed, or its process is gone.
+Invariants: one consumer at a time has a row, until the results of the row are put, even if the loader yields further
+rows meanwhile; rows without results become claimable by other consumers when the loader is closed or its process ends.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from asyncflow.queue.torch.batch import Batch, BatchLease
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress, StreamingDataset
 
 OPEN = "experience"
-"""Partition of a queue that stands alone, unless the caller names one."""
+"""Default partition of a standalone queue."""
 _CALL_S = 60.0
 Check: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
-"""Returns the columns to be written for what is put of so many rows. Raises Refused for what may not be written."""
+"""Returns the columns to write for the data that is put and its number of rows. Raises Refused for invalid data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Form of a batch. lists: rows as lists of their entries; multiple: of the length that padded rows have."""
+    """Conversion of a batch. lists: return rows as lists; multiple: padded rows have a multiple of this length."""
 
     lists: bool
     multiple: int
 
     def __call__(self, batch: Batch) -> tuple[dict[str, Any], BatchLease]:
         assert batch.lease is not None
-        forms: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         for name, column in batch.columns.items():
             if column.kind not in ("rows", "scalar"):
-                forms[name] = [column[row] for row in range(len(column))]
+                data[name] = [column[row] for row in range(len(column))]
             elif self.lists:
-                forms[name] = [column[row].tolist() for row in range(len(column))]
+                data[name] = [column[row].tolist() for row in range(len(column))]
             else:
                 padded = column.padded()
-                if column.kind == "rows" and (over := padded.shape[1] % self.multiple):
-                    fill = padded.new_zeros(len(padded), self.multiple - over, *padded.shape[2:])
+                if column.kind == "rows" and (remainder := padded.shape[1] % self.multiple):
+                    fill = padded.new_zeros(len(padded), self.multiple - remainder, *padded.shape[2:])
                     padded = torch.cat([padded, fill], dim=1)
-                forms[name] = padded
+                data[name] = padded
                 if column.kind == "rows":
-                    forms[f"{name}_length"] = column.lengths
-        return forms, batch.lease
+                    data[f"{name}_length"] = column.lengths
+        return data, batch.lease
 
 
 class StreamLoader:
-    """Rows of one stage: iterates over (data, index). A context that closes it; see ``create_stream_data_loader``."""
+    """Iterates over the rows of one stage as (data, index); a context manager. See ``create_stream_data_loader``."""
 
     def __init__(self, dataset: StreamingDataset, *, form: _Form, workers: int, check: Check | None) -> None:
         self._dataset = dataset
@@ -67,16 +67,16 @@ class StreamLoader:
         return iter(self._loader)
 
     def put(self, data: Mapping[str, Any], index: BatchLease) -> list[bool]:
-        """Write what was made of rows, which are completed by this; False for one that another consumer has now.
+        """Write the results of rows, which completes the rows; return False for each row that another consumer has now.
 
-        Raises Refused for what ``check`` refuses, and then nothing is written.
+        Raises Refused, and writes nothing, if ``check`` refuses the data.
         """
         if self._check is not None:
             data = self._check(data, len(index.rows))
         return self._dataset.complete(Batch(metas=[], columns={}, lease=index), data)
 
     def close(self) -> None:
-        """Return to other consumers what was claimed here and not put."""
+        """Return the claimed rows without results to other consumers."""
         self._dataset.close()
 
     def __enter__(self) -> Self:
@@ -100,29 +100,29 @@ def create_stream_data_loader(
     patience_s: float = 3600.0,
     check: Check | None = None,
 ) -> StreamLoader:
-    """Return a loader that yields (data, index), up to ``experience_count`` rows at a time, as they become ready.
+    """Return a loader that yields (data, index), up to ``experience_count`` rows at a time, when they are ready.
 
-    queue: its address, or what ``Engines.queue`` is; experience_consumer_stage: the task that consumes, which is made
-    known to an open partition where it is not; experience_columns: what it reads of each row. use_vllm: columns as
-    lists of token ids, which vLLM takes; else tensors [rows, longest], filled up with 0 to a multiple of
-    ``pad_to_multiple_of``, and ``NAME_length`` int64[rows] beside each. num_workers: loader processes, each of which
-    claims for itself; prefetch: batches that are fetched while one is computed; patience_s: seconds without a row
-    after which the iteration fails with DeadlineExceeded. check: what ``put`` asks for the columns to be written.
+    queue: its address, or ``Engines.queue``; experience_consumer_stage: the consuming task, which is declared in an
+    open partition if necessary; experience_columns: columns that it reads. use_vllm: return columns as lists of token
+    ids, the input of vLLM; otherwise as tensors [rows, longest], padded with 0 to a multiple of ``pad_to_multiple_of``,
+    each with a tensor ``NAME_length`` int64[rows]. num_workers: number of loader processes, each with its own claims;
+    prefetch: number of batches that are fetched while one is computed; patience_s: seconds without a row after which
+    the iteration raises DeadlineExceeded. check: called by ``put``; returns the columns to write.
 
-    It ends when the partition was closed, or has had as many rows as ``expect`` said.
+    The iteration ends when the partition is closed or has had the number of rows that ``expect`` set.
     """
     if experience_count < 1 or pad_to_multiple_of < 1:
         what = f"experience_count {experience_count} and pad_to_multiple_of {pad_to_multiple_of} must be at least 1"
         raise Refused(what, where="create_stream_data_loader")
-    where = QueueAddress(address=queue) if isinstance(queue, str) else queue
-    consumer = Consumer(where)
+    address = QueueAddress(address=queue) if isinstance(queue, str) else queue
+    consumer = Consumer(address)
     try:
         rows = Partition(consumer.client, partition)
-        consumer.run(make_known(rows, experience_consumer_stage, experience_columns))
+        consumer.run(declare_stage(rows, experience_consumer_stage, experience_columns))
     finally:
         consumer.close()
     dataset = StreamingDataset(
-        queue=where,
+        queue=address,
         partition=partition,
         task=experience_consumer_stage,
         columns=experience_columns,
@@ -135,8 +135,8 @@ def create_stream_data_loader(
     return StreamLoader(dataset, form=form, workers=num_workers, check=check)
 
 
-async def make_known(rows: Partition, stage: str, columns: Sequence[str]) -> None:
-    """Make a stage known that consumes rows with ``columns``, unless the partition has it already."""
+async def declare_stage(rows: Partition, stage: str, columns: Sequence[str]) -> None:
+    """Declare a stage that reads ``columns``, unless the partition has it already."""
     if rows.name in await rows.queue.partitions(timeout=_CALL_S):
         view = await rows.queue.show(rows.name, timeout=_CALL_S)
         if stage in {task.name for task in view.tasks}:

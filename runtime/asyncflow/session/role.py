@@ -1,14 +1,14 @@
-"""The trainer's role in a thread of this process, and beside it, where the user generates, one rollout.
+"""The trainer's role in a thread of this process, together with one rollout if the user's function generates.
 
-Invariants: the thread owns the event loop, the child process of a job that is run here, and everything that waits for
-others; it ends when the job has ended, when the user leaves, or when another process has taken the trainer's place, and
-then every call of the user's says which of these it was.
+Invariants: the thread owns the event loop, the child process of a job that is started here, and all waits for other
+processes; it ends when the job has ended, when the user leaves, or when another process has become the trainer, and
+then every call of the user raises an error with that reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401  it registers what waits for threads at the interpreter's end
+import concurrent.futures.thread  # noqa: F401  registers its wait for threads at the end of the interpreter
 import contextlib
 import os
 import threading
@@ -35,12 +35,13 @@ _LOOK_S = 1.0
 
 
 class TrainerSession:
-    """The place of a job's trainer, taken by this process.
+    """This process as the trainer of a job.
 
-    place: gives it, in that thread, where a job that is run here is started; run: that job; host: the address at which
-    rollouts reach this process; timeout: seconds until the job is joined, and for its end. Once it is ``opened``: job,
-    place, and the handover between the user's loop and the trainer. dismissed: set when the trainer has ended, which it
-    is told after the last step, when no more rows will come; error: what ended the session.
+    place: returns the place of the job; runs in the session's thread, and starts a job that is to run here; run: that
+    job; host: address at which rollouts reach this process; timeout: seconds until the job is joined, and for its end.
+    job, place, handover: set when the session is ``opened``; the handover connects the user's loop with the trainer.
+    dismissed: set when the trainer has ended: the driver stops it after the last step, when no more rows will come;
+    error: the error that ended the session.
     """
 
     def __init__(self, place: Callable[[], SessionPlace], *, run: LocalRun | None, host: str, timeout: float) -> None:
@@ -64,44 +65,44 @@ class TrainerSession:
         _sessions.add(self)
 
     def opened(self) -> Handover:
-        """Return the handover as soon as the checkpoint is read. Raises what ended the session instead."""
+        """Return the handover as soon as the checkpoint is read. Raises the error of a session that has ended."""
         joined = self._joined.wait(self._timeout)
         if not joined or (self.handover is not None and not self.handover.opened.wait(self._timeout)):
             self.leave()
-            hint = "Is the job running, and is its driver reached from here?"
+            hint = "Check that the job runs and that this machine can reach its driver"
             raise DeadlineExceeded(f"the job was not joined within {self._timeout:g} s", where=WHERE, hint=hint)
         if self.error is not None or self.handover is None:
             raise self.reason()
         return self.handover
 
     def reason(self) -> BaseException:
-        """Return why the session is over."""
+        """Return the error that says why the session has ended."""
         if self.error is not None:
             return self.error
         if self._leaving:
             return Refused("the session was closed", where="session", hint="Call init_engines again")
-        hint = "Call init_engines again, once no other process is the job's trainer"
-        return Fenced("the job was told to stop, or another process is its trainer now", where="session", hint=hint)
+        hint = "Call init_engines again when no other process is the job's trainer"
+        return Fenced("the job was stopped, or another process is its trainer now", where="session", hint=hint)
 
     def generate(self, make_engine: MakeEngine) -> None:
-        """Be one more rollout of the job, with an engine of the user's."""
+        """Join the job as a further rollout, with an engine of the user."""
         assert self.job is not None
-        context = self._as("rollout", self.job.spec.rollout.max_replicas)
+        context = self._context("rollout", self.job.spec.rollout.max_replicas)
 
         async def serve() -> None:
             async with context.recording():
                 await rollout.serve(context, make_engine=make_engine)
 
-        def begin() -> None:
+        def start() -> None:
             self._contexts.append(context)
             self._tasks.create_task(serve(), name="rollout")
 
-        self._loop.call_soon_threadsafe(begin)
+        self._loop.call_soon_threadsafe(start)
 
     def leave(self) -> None:
-        """End everything here, once the trainer has written what is complete into a checkpoint."""
+        """End the session, after the trainer has written a checkpoint of the completed steps."""
         self._leaving = True
-        with contextlib.suppress(RuntimeError):  # the loop was closed: the session is over
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the session has ended
             self._loop.call_soon_threadsafe(self._stop)
         if self.handover is not None:
             self.handover.end(self.reason)
@@ -114,7 +115,7 @@ class TrainerSession:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 — each call of the user's raises it from now on
+        except BaseException as error:  # noqa: BLE001 — each call of the user raises it from now on
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self.error = error
@@ -133,30 +134,30 @@ class TrainerSession:
         self.job = self.place.job
         algorithm = self.job.spec.algorithm
         if algorithm.epochs * algorithm.mini_batches > 1:
-            what, hint = "a loop of your own makes its updates itself", "Leave epochs and miniBatches at 1"
+            what, hint = "your own loop makes its updates itself", "Leave epochs and miniBatches at 1"
             raise ManifestError(what, where="spec.algorithm", hint=hint)
         if self.job.spec.trainer.lora is not None:
-            what = "rollouts would wait for adapters, and a loop of your own publishes whole weights"
-            raise ManifestError(what, where="spec.trainer.lora", hint="Leave it out")
+            what = "rollouts would wait for adapters, but your own loop publishes whole weights"
+            raise ManifestError(what, where="spec.trainer.lora", hint="Remove it")
         self._attempt = await asyncio.to_thread(_next_attempt, self.place)
-        self._contexts.append(self._as("trainer", 0))
+        self._contexts.append(self._context("trainer", 0))
         if self._leaving:
             return
         async with self._tasks:
             watching = self._tasks.create_task(self._watch(), name="watch the run")
             async with self._contexts[0].recording():
-                await trainer.serve(self._contexts[0], make_backend=self._make)
+                await trainer.serve(self._contexts[0], make_backend=self._make_backend)
             watching.cancel()
             self._stop()
 
     async def _watch(self) -> None:
-        """Raise AsyncFlowError when the job that is run here ends although its trainer was not told to."""
+        """Raise AsyncFlowError if the job that was started here ends before its trainer is directed to stop."""
         while self._run_here is not None:
             self._run_here.check()
             await asyncio.sleep(_LOOK_S)
 
-    def _as(self, role: str, index: int) -> JobContext:
-        """Return the context of a process of the job that this one stands for."""
+    def _context(self, role: str, index: int) -> JobContext:
+        """Return the context of a process of the job whose role this process takes."""
         assert self.job is not None
         assert self.place is not None
         assert self.place.manifest is not None
@@ -173,11 +174,11 @@ class TrainerSession:
         credentials = None if certificate is None else Credentials(certificate)
         return JobContext(job=self.job, options=options, credentials=credentials, host=self._host)
 
-    def _make(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
+    def _make_backend(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
         assert self.job is not None
         spec = self.job.spec
         self.handover = Handover(settings, group=group)
-        # Of the back end that is not used only this counts; that of torch would take seconds to import.
+        # The manifest's back end is not used, except for this flag; importing the one for torch would take seconds.
         self.handover.of_model = (
             spec.trainer.backend.name == "torch" or kind_of_backend(spec, device=settings.device).of_model
         )
@@ -191,7 +192,7 @@ _sessions: weakref.WeakSet[TrainerSession] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    """Leave before the interpreter, which ends, waits for threads that wait for the user's loop."""
+    """Leave all sessions before the ending interpreter waits for threads that wait for the user's loop."""
     sessions = list(_sessions)
     for session in sessions:
         session.leave()
@@ -204,7 +205,7 @@ os.register_at_fork(after_in_child=_sessions.clear)
 
 
 def _next_attempt(place: SessionPlace) -> int:
-    """Return the attempt after the last one that has begun."""
+    """Return the number of the next attempt, one after the last started one."""
     consumer = Consumer(QueueAddress(address=place.address, tls=place.certificate(CLIENT)))
     try:
         return 1 + int(consumer.queue.snapshot(partition=TRAIN, timeout=_CALL_S).attempt)

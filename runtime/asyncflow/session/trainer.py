@@ -1,6 +1,6 @@
-"""An algorithm as a class: subclass ``Trainer``, and override what it does differently.
+"""A training algorithm as a class: subclass ``Trainer``, and override the methods that differ.
 
-Invariant: what is not overridden follows the manifest, and a setting of it that nothing here carries out is refused.
+Invariant: methods that are not overridden follow the manifest, and refuse settings that they do not implement.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from asyncflow.session.generating import UserEngine
 
 
 class OwnTrainer:
-    """A training loop in plain torch over ``engines``, for models that one device holds.
+    """A training loop in plain torch over ``engines``, for models that fit on one device.
 
-    ``update`` is the loss, ``generate_sequences`` what the rollouts do; ``build`` makes the model and its optimizer. An
-    override of any of them is a new algorithm. model, optimizer: what ``build`` made; actor: the model that generates
-    in this process, where ``generate_sequences`` is overridden.
+    ``update`` computes the loss, ``generate_sequences`` generates like a rollout, ``build`` makes the model and its
+    optimizer. An override of any of them makes a new algorithm. model, optimizer: result of ``build``; actor: the model
+    that generates in this process if ``generate_sequences`` is overridden.
     """
 
     def __init__(self, engines: Engines) -> None:
         if engines.job is None:
-            hint = "Give init_engines the manifest of a job, or the folder of its run"
-            raise ManifestError("a queue alone has no model and no rollouts", where="Trainer", hint=hint)
+            hint = "Pass init_engines the manifest of a job, or the folder of its run"
+            raise ManifestError("a standalone queue has no model and no rollouts", where="Trainer", hint=hint)
         self.engines = engines
         self.spec = engines.job.spec
         self.device = torch.device(PROFILES[self.spec.trainer.accelerator.profile].device)
@@ -48,25 +48,25 @@ class OwnTrainer:
             self.optimizer.load_state_dict(engines.state["optimizer"])
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model with θ_0, and its optimizer: AdamW as the manifest has it."""
+        """Return the model with θ_0, and its optimizer: AdamW with the settings of the manifest."""
         model = AutoModelForCausalLM.from_pretrained(self.engines.model, dtype=torch.float32).to(self.device)
-        how = self._settings.optimizer
+        adamw = self._settings.optimizer
         decayed = [each for each in model.parameters() if each.ndim > 1]
         others = [each for each in model.parameters() if each.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": how.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return model, torch.optim.AdamW(groups, lr=how.learning_rate, betas=how.betas, eps=how.epsilon)
+        groups = [{"params": decayed, "weight_decay": adamw.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=adamw.learning_rate, betas=adamw.betas, eps=adamw.epsilon)
 
     def logprobs(self, batch: Experience) -> Tensor:
-        """Return log p of each token behind those before it, as it was sampled, float32[n, length]; 0 for the first."""
+        """Return the log-prob of each token at the sampling temperature, float32[n, length]; 0 for the first token."""
         logits = self.model(input_ids=batch.ids, attention_mask=batch.attention).logits[:, :-1].float()
         chosen = torch.log_softmax(logits / self.spec.sampling.temperature, -1).gather(-1, batch.ids[:, 1:, None])
         return nn.functional.pad(chosen[..., 0], (1, 0))
 
     def update(self, batch: Experience) -> Tensor:
-        """Return the sum of the losses of the tokens that count, of which ``fit`` takes the mean over the step.
+        """Return the sum of the losses of the tokens that count; ``fit`` divides by their number in the step.
 
-        By default it is the clipped policy gradient with ``spec.algorithm.clip``. Raises ManifestError for settings of
-        the algorithm that this does not carry out.
+        The default is the clipped policy gradient with ``spec.algorithm.clip``. Raises ManifestError for settings of
+        the algorithm that it does not implement.
         """
         self._check_default()
         clip = self.spec.algorithm.clip
@@ -80,11 +80,11 @@ class OwnTrainer:
         return terms.loss.sum()
 
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[tuple[list[int], list[float]]]:
-        """Return for each prompt the tokens that follow it, and the log-prob with which each was drawn.
+        """Return for each prompt the tokens that follow it, and the log-prob of each sampled token.
 
-        The job's rollouts generate unless this is overridden; then it is called in a thread of its own, with prompts of
-        one version of the weights (those of ``actor``), and the job wants no rollouts: ``rollout.replicas: 0``. Called
-        by an override, it samples as they do.
+        By default the job's rollouts generate. An override is called instead, in another thread, with prompts for one
+        version of the weights (the weights of ``actor``), and the job must not have rollouts (``rollout.replicas: 0``).
+        An override may call this method, which samples as the rollouts do.
         """
         assert self.actor is not None
         return [_sample(self.actor, prompt) for prompt in prompts]
@@ -107,19 +107,19 @@ class OwnTrainer:
             self.engines.weight_sync_notify(self.model, state=state, metrics=metrics)
 
     def _step(self, tokens: int) -> float:
-        how = self._settings.optimizer
+        settings = self._settings.optimizer
         for group in self.optimizer.param_groups:
-            group["lr"] = how.rate(self.engines.step + 1)
+            group["lr"] = settings.rate(self.engines.step + 1)
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         for gradient in gradients:
             gradient /= max(1, tokens)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), how.max_grad_norm or float("inf"))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm or float("inf"))
         self.optimizer.step()
         return float(norm)
 
     def _check_default(self) -> None:
         algorithm = self.spec.algorithm
-        wrong = {
+        unsupported = {
             "name": type(self._settings.loss.algorithm).policy is not Algorithm.policy,
             "aggregation": algorithm.aggregation != "token-mean",
             "kl.coefficient": algorithm.kl.coefficient > 0,
@@ -127,13 +127,13 @@ class OwnTrainer:
             "correction": algorithm.correction is not None,
             "old": algorithm.old != "behaviour",
         }
-        if found := [f"spec.algorithm.{name}" for name, asked in wrong.items() if asked]:
+        if found := [f"spec.algorithm.{name}" for name, present in unsupported.items() if present]:
             hint = "Override update, or leave them at grpo, token-mean, 0, 0, absent and behaviour"
-            raise ManifestError("Trainer.update does not carry this out", where=", ".join(found), hint=hint)
+            raise ManifestError("Trainer.update does not implement this setting", where=", ".join(found), hint=hint)
 
     def _generate_here(self) -> None:
         if self.spec.rollout.replicas:
-            what, hint = "rollouts of the job would generate, too", "Give rollout.replicas: 0"
+            what, hint = "rollouts of the job would generate, too", "Set rollout.replicas: 0"
             raise ManifestError(what, where="spec.rollout.replicas", hint=hint)
         config = AutoConfig.from_pretrained(self.engines.model)
         self.actor = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(self.device).eval()
@@ -146,13 +146,13 @@ class OwnTrainer:
     def _load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
         assert self.actor is not None
         for name, parameter in self.actor.named_parameters():
-            given = torch.tensor(tensors[name])
+            tensor = torch.tensor(tensors[name])
             with torch.no_grad():
-                parameter.copy_(given.view(torch.bfloat16) if given.dtype == torch.uint16 else given)
+                parameter.copy_(tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor)
 
 
 Trainer = OwnTrainer
-"""The name under which ``asyncflow`` has it."""
+"""The public name in ``asyncflow``."""
 
 
 def _sample(model: nn.Module, prompt: GenerationRequest) -> tuple[list[int], list[float]]:
