@@ -4,11 +4,11 @@ The driver claims each finished group, decides which of its samples are trained,
 a decision are tags in the answer to the claim, so no cell is fetched. The trainer never filters after a claim. If
 several batches must be complete before training starts (``requireBatches``), decided groups are held until then.
 
-A sample without a reward is counted by the reason and never trained with reward 0. The other samples of its group are
-still trained if they can be compared. If too many samples have no reward, the job pauses.
+A sample without a reward is counted by its kind of failure, and never trained as if its reward were 0. The other
+samples of its group are still trained if they can be compared. If too many samples have no reward, the job pauses.
 
 Invariants:
-Every sample that the rollouts finished either receives an advantage or is dropped, and its reason is counted.
+Every sample that the rollouts finished either receives an advantage or is dropped with a reason that is counted.
 A driver that claims a group again, because its lease has ended or an answer was lost, does not count it again.
 A driver that takes over a partly decided group decides it as the driver before it would have, with one exception: if
 the samples that the algorithm excludes were dropped already, the remaining ones are compared among themselves.

@@ -83,7 +83,7 @@ class Journal:
             self._write()
         except OSError as error:
             if not self._failing:
-                log.warning("%s cannot be written now; its lines are kept and written again: %s", self.path, error)
+                log.warning("%s cannot be written; its lines are kept and will be retried: %s", self.path, error)
             self._failing = True
         else:
             self._unwritten, self._failing = b"", False

@@ -337,7 +337,7 @@ class SampleCollector:
         except OSError as error:
             reservoir.changed = True
             if not self._failing:
-                log.warning("samples cannot be written now; they are kept and written again: %s", error)
+                log.warning("samples cannot be written; the write will be retried: %s", error)
             self._failing = True
         except Exception:  # from a library that makes the file: missing texts must not end the run
             log.exception("samples of step %d cannot be put into a file", step)

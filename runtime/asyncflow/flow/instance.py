@@ -19,8 +19,8 @@ loads the older version for them.
 
 Invariants:
 A row is generated only under versions of its window.
-The instance never swaps while a sequence runs, so no sequence mixes versions; only under *token*, running training rows
-move to a newer version.
+The instance does not swap while a sequence runs, so no sequence mixes versions, except under *token*, where running
+training rows move to a newer version.
 Under *sequence* and *token*, a training row never starts under a version older than one that was loaded before.
 Every held row is started, given back, or waits for a swap that is due.
 """

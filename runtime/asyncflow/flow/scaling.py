@@ -1,4 +1,4 @@
-"""Elastic policy: a pure function from measurements of a run to the number of rollouts it should have.
+"""Elastic policy: computes, from measurements of a run, the number of rollouts that it should have. Pure.
 
 The policy adds rollouts while the trainer waits for samples. Let r rollouts generate g tokens per second, and let the
 trainer wait for a share w of its time: training could take g / (1 - w). To reduce its wait to the share t,
@@ -11,7 +11,7 @@ a share b of their time, b * r rollouts would be busy all the time, and the trai
 keeps a fixed number of samples in flight, every rollout has some work but *slots stay free*: if the share s of all
 slots is in use, s * r rollouts can hold the running sequences. Their speed with fuller slots is unknown, so the policy
 goes half of the way at a time, and never again to a number that was too small for the same demand of tokens per second.
-It removes rollouts for free slots only if the trainer waits for less than half of t, so that a removed rollout is not
+It removes rollouts for free slots only if the trainer waits for at most half of t, so that a removed rollout is not
 added again because of noise. If finished samples accumulate or grow old in the queue, it removes rollouts one by one.
 
 The removal of a rollout costs tokens: the prefixes of the sequences that it hands on are computed again, and a rollout

@@ -55,7 +55,7 @@ class Handover(TrainerBackend):
             what, hint = f"{group.world} ranks", "Set trainer.replicas: 1"
             raise ManifestError(what, where="spec.trainer", hint=hint)
         if settings.loss.algorithm.writes == OUTCOME:
-            what, hint = "the job's own trainer computes its advantages", "Use grpo, and compute them in your loop"
+            what, hint = "the job's own trainer computes these advantages", "Use grpo, and compute them in your loop"
             raise ManifestError(what, where="spec.algorithm.name", hint=hint)
         super().__init__(settings, group=group)
         self.state: Any = None
