@@ -164,7 +164,7 @@ class Run:
         states = [
             RolloutState(id=each.name, state="ready" if each.ready <= self.now else "starting") for each in self.members
         ]
-        self.elastic.look(
+        self.elastic.update(
             states,
             running=sum(len(each.left) for each in ready),
             slots=SLOTS * len(ready),

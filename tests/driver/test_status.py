@@ -22,7 +22,7 @@ from asyncflow.api.versions import VersionsState
 from asyncflow.driver.evaluation import EvaluationResult, SetResult
 from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress, line_of
-from asyncflow.driver.status import build_status, count_step, last_words, show, waiting_for
+from asyncflow.driver.status import build_status, count_step, last_words, set_gauges, waiting_for
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Best, Member
@@ -79,7 +79,7 @@ def words(
     exported: bool = False,
     quiet_s: float = 0.0,
     steps: int = 60,
-    unasked: int = 0,
+    missing_prompts: int = 0,
     stats: QueueStats = STATS,
 ) -> str:
     return waiting_for(
@@ -91,7 +91,7 @@ def words(
         exported=exported,
         stats=stats,
         quiet_s=quiet_s,
-        unasked=unasked,
+        missing_prompts=missing_prompts,
     )
 
 
@@ -132,8 +132,8 @@ def test_then_the_first_weights_then_a_stall(tmp_path: Path) -> None:
 
 def test_prompts_that_nobody_has_put_are_named_before_a_stall(tmp_path: Path) -> None:
     quiet_s = SPEC.limits.stall_seconds + 1
-    assert words(tmp_path, unasked=3, quiet_s=quiet_s) == "3 prompts of step 1 to be put (put_prompts_data)"
-    assert words(tmp_path, unasked=3, steps=0, evaluating=[], exported=True) == ""
+    assert words(tmp_path, missing_prompts=3, quiet_s=quiet_s) == "3 prompts of step 1 to be put (put_prompts_data)"
+    assert words(tmp_path, missing_prompts=3, steps=0, evaluating=[], exported=True) == ""
 
 
 def test_a_task_that_is_left_to_the_user_and_that_nobody_does_is_named(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> N
     metrics = DriverMetrics()
     sets = {"aime": SetState(accuracy=0.25, reward=0.5, pass_at={"4": 0.75})}
     status = DriverStatus(eval=0.5, eval_pass_at={"4": 1.0}, eval_sets=sets)
-    show(metrics, status, stats=STATS, members={})
+    set_gauges(metrics, status, stats=STATS, members={})
     named = {"set": "aime"}
     value = metrics.registry.get_sample_value
     assert value("asyncflow_driver_eval_accuracy_ratio") == 0.5
@@ -196,7 +196,9 @@ def test_what_prometheus_scrapes_of_the_job_is_what_the_status_says() -> None:
     stats = structs.replace(STATS, staged=5, live=12, wanted=2, bytes=77)
     value = metrics.registry.get_sample_value
     for desired, shown in ((None, 4), (0, 0), (6, 6)):
-        show(metrics, status.model_copy(update={"desired_rollouts": desired}), stats=stats, members={"rollout": 4})
+        set_gauges(
+            metrics, status.model_copy(update={"desired_rollouts": desired}), stats=stats, members={"rollout": 4}
+        )
         assert value("asyncflow_driver_desired_rollouts") == shown
     assert value("asyncflow_driver_step") == 3
     assert value("asyncflow_driver_target_step") == 60
@@ -316,5 +318,5 @@ def test_components_of_the_reward_are_shown_where_it_has_them(tmp_path: Path) ->
     status = build_status(again, **NOTHING)  # type: ignore[arg-type]
     assert status.reward_components == {"right": 0.5}, "a driver that begins again reads them back"
     metrics = DriverMetrics()
-    show(metrics, status, stats=STATS, members={})
+    set_gauges(metrics, status, stats=STATS, members={})
     assert metrics.registry.get_sample_value("asyncflow_driver_reward_component_mean", {"component": "right"}) == 0.5

@@ -54,13 +54,13 @@ async def test_what_is_generated_trained_and_published_is_told(tmp_path: Path) -
         samples=32,
         clock=lambda: next(clock),
     )
-    first = await watch.look()
+    first = await watch.observe()
     assert first == StepProgress(
         step=4, samples=32, generated=13, filtered=8, trained=3, running=9, tokens_per_second=0.0, publishing=3
     ), "the second rank is still in the step before"
     told["trainer"][1] = {"step": 3, "trained": 4, "publishing": -1, "saving": False}
     members.lives.tokens_generated = 360
-    second = await watch.look()
+    second = await watch.observe()
     assert second is not None
     assert (second.trained, second.tokens_per_second) == (7, 30)
     assert queue.asked == [4, 4]
@@ -71,14 +71,14 @@ async def test_a_step_that_was_reported_to_a_driver_now_gone_is_noticed(tmp_path
     progress.catch_up(5, attempt=1)
     members = SimpleNamespace(statuses=lambda role: [], lives=SimpleNamespace(tokens_generated=0))
     watch = StepWatch(queue, progress=progress, members=members, samples=32)  # type: ignore[arg-type]
-    await watch.look()
+    await watch.observe()
     queue.staged = 6
-    await watch.look()
+    await watch.observe()
     assert progress.done == 6, "the last rank finished it after this driver had read the ledger"
     queue.staged = 7
-    await watch.look()
+    await watch.observe()
     assert progress.done == 7
-    assert await watch.look() is None
+    assert await watch.observe() is None
     assert queue.asked == [6, 6, 7]
 
 

@@ -40,7 +40,7 @@ from asyncflow.driver.presence import LiveState, evidence_of, live_state
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
-from asyncflow.driver.status import build_status, count_step, show, waiting_for
+from asyncflow.driver.status import build_status, count_step, set_gauges, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 
-PULSE_S = 0.5
+UPDATE_S = 0.5
 SAVE_S = 5.0
 STEP_WATCH_S = 2.0
 FULL = 0.8
@@ -222,8 +222,8 @@ class Driver:
             members=self.members,
             samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
         )
-        self._full_at = -1
-        self._moved = clock.now()
+        self._full_at_step = -1
+        self._progressed_at = clock.now()
         metrics.quiet.set_function(self._quiet_s)
         metrics.stall_limit.set(spec.limits.stall_seconds)
         self._dispatcher = Dispatcher(
@@ -306,14 +306,14 @@ class Driver:
         await self.members.gather(needed, changed=self.changes.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
         self.sinks.start()
-        self.phase, self._moved = "Running", clock.now()
+        self.phase, self._progressed_at = "Running", clock.now()
         self.spans.serve(waits="version")
         loops = {
             "dispatching": self._dispatcher.run,
             "replacing lost samples": self._dispatcher.replace_lost,
             "advantages": self._groups.run,
             "holding groups": self._groups.renew,
-            "the pulse": self._pulse,
+            "the status update": self._update,
             "progress": self._watch_step,
             "the log": self._log_progress,
             "keeping samples": self._samples.run,
@@ -373,14 +373,14 @@ class Driver:
                 evaluating=self.versions.unevaluated(),
                 exported=self.members.exported,
                 stats=self._stats,
-                quiet_s=clock.now() - self._moved,
-                unasked=self.assignment.lacks(self.progress.done + 1) if self._dispatcher.lacks_prompts else 0,
+                quiet_s=clock.now() - self._progressed_at,
+                missing_prompts=self.assignment.lacks(self.progress.done + 1) if self._dispatcher.lacks_prompts else 0,
             ),
         )
 
     def _quiet_s(self) -> float:
         """Return the seconds since the last step, 0 after the final step."""
-        return clock.now() - self._moved if self.progress.done < self.progress.steps else 0.0
+        return clock.now() - self._progressed_at if self.progress.done < self.progress.steps else 0.0
 
     def live(self) -> LiveState:
         """Return the answer of ``GET /v1/live``."""
@@ -452,7 +452,7 @@ class Driver:
         self._dispatcher.count_skipped(snapshot.skipped)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
-    async def _pulse(self) -> None:
+    async def _update(self) -> None:
         committed, saved_at = -1, 0.0
         while True:
             self.members.observe(clock.now())
@@ -475,23 +475,23 @@ class Driver:
                 stats.limit
                 and stats.bytes > FULL * stats.limit
                 and stats.staged
-                and self._full_at != self.progress.done
+                and self._full_at_step != self.progress.done
             ):
                 log.warning("the queue is %.0f%% full: requesting a checkpoint", 100 * stats.bytes / stats.limit)
-                self._full_at = self.progress.done
+                self._full_at_step = self.progress.done
                 self.checkpoint()
             status = self.status()
             if self.phase == "Running":
-                self._look_at_rollouts(status)
-            show(self.metrics, status, stats=stats, members=self.members.counts)
+                self._recommend_rollouts(status)
+            set_gauges(self.metrics, status, stats=stats, members=self.members.counts)
             self._permits.look()
             self.changes.notify()
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(UPDATE_S)
 
-    def _look_at_rollouts(self, status: DriverStatus) -> None:
+    def _recommend_rollouts(self, status: DriverStatus) -> None:
         """Update the number of rollouts that the elastic policy recommends."""
         loaded = [each for each in self.members.statuses("rollout") if int(each.get("version", -1)) >= 0]
-        self.elastic.look(
+        self.elastic.update(
             status.rollouts,
             running=sum(int(each.get("running", 0)) for each in loaded),
             slots=sum(int(each.get("slots", 0)) for each in loaded),
@@ -504,7 +504,7 @@ class Driver:
     async def _watch_step(self) -> None:
         """Update the progress of the current step periodically."""
         while True:
-            self._step_progress = await self._step_watch.look()
+            self._step_progress = await self._step_watch.observe()
             if self.progress.done >= self.progress.steps and self.lives.closed is None:
                 self.lives.closed = clock.now()
             await asyncio.sleep(STEP_WATCH_S)
@@ -552,9 +552,9 @@ class Driver:
         return first
 
     def _first_dispatch(self) -> None:
-        self._moved = clock.now()
+        self._progressed_at = clock.now()
         if self.lives.opened is None:
-            self.lives.opened = self._moved
+            self.lives.opened = self._progressed_at
             self.progress.note(FIRST_DISPATCH, at=self.lives.opened)
 
     async def _put_prompts(self, request: PutPrompts, _frames: Sequence[memoryview]) -> PromptsThere:
@@ -564,8 +564,8 @@ class Driver:
             self.changes.notify()
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
-        self._moved = clock.now()
-        line = line_of(report, at=self._moved, components=self._groups.components.of(report.step))
+        self._progressed_at = clock.now()
+        line = line_of(report, at=self._progressed_at, components=self._groups.components.of(report.step))
         known = self.progress.knows(report.step, attempt=report.attempt)
         again = self.progress.step(line)
         if again and self._evaluation is not None:
@@ -577,6 +577,6 @@ class Driver:
         if not known:
             count_step(self.metrics, line)
             self.elastic.step(line)
-        self.lives.closed = self._moved if report.step >= self.schedule.steps else None
+        self.lives.closed = self._progressed_at if report.step >= self.schedule.steps else None
         self.changes.notify()
         return ReportReply()

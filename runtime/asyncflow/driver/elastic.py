@@ -46,7 +46,7 @@ class DesiredRollouts:
         """Record an optimizer step, a line of ``metrics.jsonl``."""
         self._laps.step(line)
 
-    def look(
+    def update(
         self,
         rollouts: Sequence[RolloutState],
         *,
@@ -63,7 +63,7 @@ class DesiredRollouts:
         wait for the trainer; step, lag: number and lag of the last optimizer step; now: seconds of ``clock.now``.
         """
         if slots:
-            self._laps.look(running / slots)
+            self._laps.record_slots(running / slots)
         recent = self._laps.recent()
         if recent is None:
             return

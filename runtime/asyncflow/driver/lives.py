@@ -180,12 +180,12 @@ class Laps:
         self._attempt = -1
         self._wall_s = self._wait_s = 0.0
         self._samples = self._trained = 0
-        self._slot_share, self._looks = 0.0, 0
+        self._slot_share, self._observations = 0.0, 0
 
-    def look(self, slot_share: float) -> None:
+    def record_slots(self, slot_share: float) -> None:
         """Record the share of all slots in use now; called at equal intervals."""
-        self._looks += 1
-        self._slot_share += (slot_share - self._slot_share) / self._looks
+        self._observations += 1
+        self._slot_share += (slot_share - self._slot_share) / self._observations
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Record an optimizer step, a line of ``metrics.jsonl``."""
@@ -209,10 +209,10 @@ class Laps:
             samples=self._samples,
             trained=self._trained,
             generated=self._lives.tokens_generated,
-            slot_share=self._slot_share if self._looks else 1.0,
+            slot_share=self._slot_share if self._observations else 1.0,
         )
         self._marks.append(mark)
-        self._slot_share, self._looks = 0.0, 0
+        self._slot_share, self._observations = 0.0, 0
 
     def recent(self) -> RecentFigures | None:
         """Return the figures of the last ``LAPS`` laps, None if there are fewer."""

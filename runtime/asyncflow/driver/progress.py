@@ -304,7 +304,7 @@ class StepWatch:
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
-    async def look(self) -> StepProgress | None:
+    async def observe(self) -> StepProgress | None:
         """Return the progress of the current step, None after the last. Raises PeerLost or DeadlineExceeded."""
         step = self._progress.done + 1
         if step > self._progress.steps:

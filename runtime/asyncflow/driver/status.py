@@ -135,14 +135,15 @@ def waiting_for(
     exported: bool,
     stats: QueueStats | None,
     quiet_s: float,
-    unasked: int = 0,
+    missing_prompts: int = 0,
 ) -> str:
     """Return a short description of what the job waits for before its next step; "" if it waits for nothing.
 
     members: number of members by role; newest: step of the newest published version; evaluating: versions whose
     evaluation is not finished; exported: whether the trainer has written its exports; quiet_s: seconds since the last
-    step, or since the first prompt; unasked: number of prompts of the next step that clients must still put. A task of
-    a process of the user's is named if it has ready rows, no process has leased any, and no sample is being generated.
+    step, or since the first prompt; missing_prompts: number of prompts of the next step that clients must still put. A
+    task that is left to the user's process is named if it has ready rows, no process has leased any, and no sample is
+    being generated.
     """
     expected = {
         "controller": spec.transfer_queue.controllers,
@@ -162,8 +163,8 @@ def waiting_for(
         if evaluating:
             return f"the evaluation of θ_{evaluating[0]}"
         return "" if exported else "the trainer to write the last checkpoint and export/"
-    if unasked:
-        return f"{unasked} prompts of step {progress.done + 1} to be put (put_prompts_data)"
+    if missing_prompts:
+        return f"{missing_prompts} prompts of step {progress.done + 1} to be put (put_prompts_data)"
     if stats is None:
         return ""
     unserved = _unserved_tasks(spec, stats)
@@ -216,7 +217,7 @@ def _depth(stats: QueueStats | None) -> QueueDepth:
     )
 
 
-def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, members: Mapping[str, int]) -> None:
+def set_gauges(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, members: Mapping[str, int]) -> None:
     """Set the gauges."""
     metrics.step.set(status.step)
     metrics.target_step.set(status.steps)
