@@ -173,7 +173,7 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
             engines.put_prompts_data([*["12"] * 300, "0123456789" * 4])
         with pytest.raises(ManifestError, match="prompt 0 has 'text'"):
             engines.put_prompts_data([{"text": "1"}])
-        with pytest.raises(ManifestError, match="prompt 1 is none"):
+        with pytest.raises(ManifestError, match="prompt 1 is invalid"):
             engines.put_prompts_data(["1", {"question": "2", "answer": object()}])
         with pytest.raises(ManifestError, match="one prompt was given"):
             engines.put_prompts_data("1")
