@@ -69,7 +69,7 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
             "a sample alone is its own baseline",
         ),
         ("quickstart", [BY_TURN], "without an environment a sample has one turn"),
-        ("tools", [BY_TURN, "trainer.external=true"], "a trainer of one's own is handed one advantage a sample"),
+        ("tools", [BY_TURN, "trainer.external=true"], "an external trainer receives one advantage per sample"),
         ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "of the rewards of whole samples"),
         ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "of the rewards of whole samples"),
         ("tools", [BY_TURN, "reward.shuffle=true"], "permuted by the sample"),

@@ -1,1 +1,1 @@
-"""Objective of training: advantages, losses, KL penalties, aggregation. Formulas only, no I/O and no state."""
+"""The training objective: advantages, losses, KL penalties and aggregation. Formulas only, without I/O or state."""

@@ -1,8 +1,8 @@
-"""Advantages out of the rewards of one group, and groups that teach nothing.
+"""Advantages from the rewards of one group, and detection of groups without a training signal.
 
-Invariants: only the group's own rewards enter, so an advantage is final as soon as its group is complete; a group
-whose rewards are all equal gets exactly 0, never a rounding error divided by a small number; a group is filtered by
-the raw metric of the task, never by a shaped reward, since a length penalty would fake variance where there is none.
+Invariants: an advantage depends only on its own group's rewards, so it is final as soon as the group is complete. A
+group of equal rewards has advantages of exactly 0, never a rounding error divided by a small number. A group is
+filtered by the rewards before shaping, because a length penalty would add variance to a group that has none.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
     """Return one advantage for each reward of a group, float32[G] for rewards [G].
 
     ``grpo``: (R - mean) / (std + 1e-6) with the unbiased std (DeepSeekMath, arXiv 2402.03300); ``dr-grpo``: R - mean
-    (arXiv 2503.20783); ``rloo``: R minus the mean of the others = G/(G-1) (R - mean) (arXiv 2402.14740).
+    (arXiv 2503.20783); ``rloo``: R minus the mean of the other rewards = G/(G-1) (R - mean) (arXiv 2402.14740).
     Raises ManifestError for a group of one or an unknown name, AsyncFlowError for a reward that is not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or values.size < 2:
         raise ManifestError(
-            f"a group of shape {values.shape} has no sibling to be compared with",
+            f"a group of shape {values.shape} has no sibling to compare with",
             where="spec.algorithm.groupSize",
             hint="Use a group size of at least 2.",
         )
@@ -59,23 +59,24 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
 def turn_advantages(
     rewards: Sequence[NDArray[np.floating]], *, compare: Callable[[NDArray[np.float64]], NDArray[np.float32]]
 ) -> list[NDArray[np.float32]]:
-    """Return the advantages of the turns of each sample of a group, out of the rewards of its turns, [turns] each.
+    """Return the advantages of each sample's turns, from the rewards of its turns, [turns] each.
 
-    A turn has earned what it and all later turns were given. ``compare`` makes advantages of what was earned from the
-    first, second, ... turn on by those samples that have it (several ``group_advantages``); a turn that no other sample
-    has gets 0. Where only last turns are rewarded, and all samples have as many, it is the advantage of the sample.
+    The return of a turn is the sum of its own reward and the rewards of all later turns. ``compare`` computes the
+    advantages of the n-th turns from the returns of all samples that have an n-th turn (usually ``group_advantages``).
+    A turn that only one sample has gets 0. If only last turns have rewards and all samples have the same number of
+    turns, each turn has the advantage of its sample.
     """
-    earned = [np.cumsum(np.asarray(each, dtype=np.float64)[::-1])[::-1] for each in rewards]
-    found = [np.zeros(len(each), dtype=np.float32) for each in earned]
-    for turn in range(max(map(len, earned), default=0)):
-        there = [sample for sample, each in enumerate(earned) if len(each) > turn]
-        if len(there) > 1:
-            compared = compare(np.array([earned[sample][turn] for sample in there]))
-            for sample, advantage in zip(there, compared, strict=True):
+    returns = [np.cumsum(np.asarray(each, dtype=np.float64)[::-1])[::-1] for each in rewards]
+    found = [np.zeros(len(each), dtype=np.float32) for each in returns]
+    for turn in range(max(map(len, returns), default=0)):
+        samples = [sample for sample, each in enumerate(returns) if len(each) > turn]
+        if len(samples) > 1:
+            compared = compare(np.array([returns[sample][turn] for sample in samples]))
+            for sample, advantage in zip(samples, compared, strict=True):
                 found[sample][turn] = advantage
     return found
 
 
 def zero_variance(metric: NDArray[np.floating]) -> bool:
-    """Return whether the samples of a group, metric [G], are several and all did equally well."""
+    """Return whether a group has more than one sample and all values of ``metric`` [G] are equal."""
     return len(metric) > 1 and not np.ptp(np.asarray(metric, dtype=np.float64))

@@ -1,15 +1,16 @@
-"""An algorithm: one small class in a file of its own, which a manifest names and an entry point finds.
+"""The base class of algorithms. Each algorithm is one small class in its own file, found by name as an entry point.
 
-    driver   group of one prompt -> rewards shaped -> samples that go no further, and why -> one advantage a sample
-    trainer  with ``whole_step``: all samples of D_k -> one advantage a token (``credit``)
-             tokens of a pack -> policy loss of each (``policy``); ``Loss`` adds correction, KL, entropy, and averages
+    driver   rewards of one group -> shaped rewards -> excluded samples, with the reason -> one advantage per sample
+    trainer  with ``whole_step``: all samples of D_k -> one advantage per token (``credit``)
+             tokens of a pack -> policy loss per token (``policy``); ``Loss`` adds correction, KL, entropy, and averages
 
-Everything that it needs is said by its class attributes, so that driver, queue and trainer ask it instead of its name.
+Class attributes declare everything that an algorithm needs, so driver, queue and trainer read them and never test the
+algorithm's name.
 
-Invariants: no method keeps state, so that whoever asks, and however often, gets the same; nothing here loads torch,
-whose tensors have the methods that ``policy`` needs. What the driver decides of a group depends on that group alone,
-and what ``policy`` computes of a token on its own response alone, or with ``pairs`` on its pair; only ``credit`` sees
-all of D_k.
+Invariants: methods keep no state, so repeated calls return the same result. This module does not import torch; it only
+uses methods of the tensors passed to ``policy``. The driver's decisions about a group depend on that group alone. The
+result of ``policy`` for a token depends on the token's response alone, or with ``pairs`` on its pair. Only ``credit``
+sees all of D_k.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALGORITHMS: Final = "asyncflow.algorithms"
-"""The group of entry points."""
+"""Name of the entry point group."""
 OUTCOME: Final = "outcome"
-"""The column in the place of ``advantage`` where the trainer makes advantages: the reward that they are made of."""
+"""The column that replaces ``advantage`` if the trainer computes advantages: the reward to compute them from."""
 _FEWEST_SHUFFLED: Final = 2
 _DEFAULTS: Final = AlgorithmSpec(steps=1)
 NAME: Final = "spec.algorithm.name"
@@ -45,10 +46,12 @@ OPTIONS: Final = "spec.algorithm.options"
 class Group(NamedTuple):
     """The n samples of one prompt that have a reward.
 
-    serial: of the prompt; samples: number of each in the group, int64[n]; rewards: as they were judged, float64[n];
-    lengths: tokens of each response, observations too, int64[n]; cut: whether a response ended because it was too long,
-    bool[n]; turns: the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks
-    for them.
+    serial: the prompt's serial.
+    samples: number of each sample in the group, int64[n].
+    rewards: rewards before shaping, float64[n].
+    lengths: tokens of each response, including observations, int64[n].
+    cut: whether the response was truncated because it was too long, bool[n].
+    turns: rewards of the turns of each sample, float64[turns], whose sum is the sample's reward; () if not needed.
     """
 
     serial: int
@@ -59,16 +62,19 @@ class Group(NamedTuple):
     turns: Sequence[NDArray[np.float64]] = ()
 
     def permuted(self, order: NDArray[np.int64]) -> Group:
-        """Return the group as if each sample had been judged for another one, by their indices [n]."""
+        """Return the group with rewards, lengths and cuts reordered by the sample indices ``order`` [n]."""
         return self._replace(rewards=self.rewards[order], lengths=self.lengths[order], cut=self.cut[order])
 
 
 class Tokens(NamedTuple):
     """N target tokens of a pack, each field [N]; only ``logprobs`` has a gradient.
 
-    old: log-probs under the old policy; advantages: of each token, or its sample; counted: 1 where the token counts in
-    the loss, else 0; sequences: number of the response that it belongs to, int64, each below N; reference: log-probs
-    under θ_0, None where nothing needs them; pairs: number of its pair, int64, each below N, None without ``pairs``.
+    old: log-probs under the old policy.
+    advantages: advantage of each token, or of its sample.
+    counted: 1 if the token counts in the loss, otherwise 0.
+    sequences: number of the token's response, int64, each below N.
+    reference: log-probs under θ_0, None if not needed.
+    pairs: number of the token's pair, int64, each below N; None without ``pairs``.
     """
 
     logprobs: Tensor
@@ -84,16 +90,18 @@ class Tokens(NamedTuple):
         return values.new_zeros(len(values)).index_add(0, self.sequences, values * self.counted)[self.sequences]
 
     def lengths(self) -> Tensor:
-        """Return for each token how many tokens of its response count, at least 1, [N]."""
+        """Return for each token the number of counted tokens in its response, at least 1, [N]."""
         return self.summed(self.counted).clamp(min=1)
 
 
 class StepSamples(NamedTuple):
-    """The samples of D_k that one rank has: n of them, with N response tokens one after another.
+    """The n samples of D_k that one rank has, with N response tokens in consecutive order.
 
-    serials, samples: their keys, int64[n]; rewards: float64[n], shaped; offsets: where the tokens of each begin, and
-    the end, int64[n + 1]; counted: tokens that the policy chose, bool[N]; penalty: what each token costs, its KL from
-    the reference times the coefficient, float64[N], 0 where the KL is not in the reward.
+    serials, samples: keys of the samples, int64[n].
+    rewards: shaped rewards, float64[n].
+    offsets: start of each sample's tokens, and the end of the last, int64[n + 1].
+    counted: whether the policy chose the token, bool[N].
+    penalty: KL of each token from the reference times the coefficient, float64[N]; 0 if the KL is not in the reward.
     """
 
     serials: NDArray[np.int64]
@@ -105,7 +113,7 @@ class StepSamples(NamedTuple):
 
     @property
     def of_token(self) -> NDArray[np.int64]:
-        """The index of the sample that each token belongs to, int64[N]."""
+        """The index of each token's sample, int64[N]."""
         return np.repeat(np.arange(len(self.serials)), np.diff(self.offsets))
 
     def summed(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -116,20 +124,23 @@ class StepSamples(NamedTuple):
 
 
 Everywhere = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Gathers an array [m, columns] of every rank, whose m differ, into one; collective."""
+"""Collective: concatenates the arrays [m, columns] of all ranks into one; m may differ between ranks."""
 Own = TypeVar("Own", bound=Struct)
 
 
 class Algorithm(Generic[Own]):
     """The base of all algorithms: the clipped policy gradient with advantages relative to the group.
 
-    Options: shape of ``spec.algorithm.options``, each field with a default. fewest: samples with a reward that a group
-    needs to go further. whole_step: its advantages need all of D_k, so that the trainer cannot begin before (the driver
-    then hands on the shaped rewards in their place). filters: a group may lose samples that others are compared with.
-    reference: it needs the log-probs of θ_0 whatever the KL. critic: it needs values. pairs: the samples of a group
-    with the same |advantage| are one pair, whose loss is of both, so they stay together in one pack. ignores: fields of
-    ``spec.algorithm`` that it does not use, which are refused where they are given. figures: names of what ``policy``
-    measures.
+    Options: structure of ``spec.algorithm.options``; each field has a default.
+    fewest: number of samples with a reward that a group needs to be trained.
+    batch_wide: the advantages need all of D_k. This sets ``whole_step``: the trainer waits for all samples of a step,
+        and the driver passes it shaped rewards in place of advantages.
+    filters: the algorithm may exclude samples of a group that still count in the comparison with the other samples.
+    reference: the algorithm needs log-probs under θ_0 even without a KL term.
+    critic: the algorithm needs values.
+    pairs: two samples of a group with the same |advantage| are a pair with a joint loss, kept together in one pack.
+    ignores: fields of ``spec.algorithm`` that the algorithm does not use; setting one is refused.
+    figures: names of the values that ``policy`` measures.
     """
 
     Options: ClassVar[type[Struct]] = NoOptions
@@ -152,8 +163,10 @@ class Algorithm(Generic[Own]):
         penalised: bool = False,
         by_turn: bool = False,
     ) -> None:
-        """Make one. estimator: the advantage within a group; longest: most tokens of a response; seed: of the job;
-        penalised: whether the KL from the reference is in the reward; by_turn: whether each turn of a sample has an
+        """Create an algorithm from its options and settings of the job.
+
+        estimator: advantage within a group; longest: most tokens of a response; seed: the job's seed; penalised:
+        whether the KL from the reference is in the reward; by_turn: whether each turn of a sample has its own
         advantage.
         """
         self.options: Own = options if options is not None else self.Options()  # type: ignore[assignment]
@@ -165,16 +178,16 @@ class Algorithm(Generic[Own]):
 
     @property
     def writes(self) -> str:
-        """Column that the driver writes: ``advantage``, or ``outcome`` where the trainer makes advantages of it."""
+        """The column that the driver writes: ``outcome`` if the trainer computes advantages, else ``advantage``."""
         return OUTCOME if self.whole_step or self.critic else "advantage"
 
     @property
     def compares(self) -> bool:
-        """True where what a sample earns is relative to the others of its group."""
+        """True if a sample's advantage is relative to the other samples of its group."""
         return self.fewest > 1
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Yield what in a manifest cannot be with this algorithm; an algorithm adds its own demands."""
+        """Yield the fields of a manifest that conflict with this algorithm; subclasses add their own checks."""
         name = spec.algorithm.name
         if spec.algorithm.group_size < self.fewest:
             why = f"{name} compares a sample with the others of its group, and needs {self.fewest}"
@@ -201,72 +214,72 @@ class Algorithm(Generic[Own]):
             yield wrong(spec, "algorithm.kl.place", why, "Give place: loss")
 
     def _problems_of_turns(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Yield what keeps turns from having advantages of their own."""
+        """Yield the reason why turns cannot have their own advantages, if there is one."""
         why = None
         if spec.environment is None:
             why = "without an environment a sample has one turn"
         elif self.writes == OUTCOME or self.pairs:
             why = f"{spec.algorithm.name} makes its advantages of the rewards of whole samples"
         elif spec.trainer.external:
-            why = "a trainer of one's own is handed one advantage a sample"
+            why = "an external trainer receives one advantage per sample"
         elif spec.reward.shuffle:
             why = "rewards are permuted by the sample, and samples have turns of their own"
         if why is not None:
             yield wrong(spec, "algorithm.credit", why, "Give credit: sample")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
-        """Return the rewards that count, float64[n]; groups are filtered by those that were judged."""
+        """Return the shaped rewards, float64[n]; groups are filtered by the rewards before shaping."""
         return group.rewards
 
     def excluded(self, group: Group) -> Mapping[int, str]:  # noqa: ARG002
-        """Return the indices of samples that the trainer shall not see, with the reason, which begins ``filtered``."""
+        """Return the indices of samples to exclude from training, with a reason that starts with ``filtered``."""
         return {}
 
     def advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return one advantage for each sample of a group, float32[n], out of the shaped rewards [n]."""
+        """Return one advantage for each sample of a group, float32[n], from the shaped rewards [n]."""
         return group_advantages(rewards, name=self.estimator)
 
     def turn_advantages(self, group: Group, shaped: NDArray[np.float64]) -> list[NDArray[np.float32]]:
-        """Return the advantages of the turns of each sample, float32[turns]; shaping goes with the last turn."""
+        """Return the advantages of each sample's turns, float32[turns]; shaping changes the reward of the last turn."""
         rewards = [turns.copy() for turns in group.turns]
         for turns, change in zip(rewards, shaped - group.rewards, strict=True):
             turns[-1] += change
         return turn_advantages(rewards, compare=self.advantages)
 
     def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
-        """Return the advantage of each token, float32[N]: what ``whole_step`` is for. Collective.
+        """Return the advantage of each token, float32[N], if ``whole_step``. Collective.
 
-        Here that of its sample, whose reward is less by the penalties of its tokens.
+        By default a token has the advantage of its sample, after the penalties of the tokens are subtracted from the
+        sample's reward.
         """
         net = step.rewards - step.summed(step.penalty)
-        own = np.column_stack([step.serials, step.samples, net]).reshape(-1, 3)
-        table = everywhere(own)
+        table = everywhere(np.column_stack([step.serials, step.samples, net]).reshape(-1, 3))
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
         found = np.zeros(len(net), np.float32)
         for serial in np.unique(step.serials):
             group = table[table[:, 0] == serial]
-            mine = step.serials == serial
+            own_rows = step.serials == serial
             if len(group) >= self.fewest:
                 advantages = self.advantages(group[:, 2])
-                found[mine] = advantages[np.searchsorted(group[:, 1], step.samples[mine])]
+                found[own_rows] = advantages[np.searchsorted(group[:, 1], step.samples[own_rows])]
         return found[step.of_token]
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
-        """Return the policy loss of each token, and what is measured of it."""
+        """Return the policy loss of each token, and the measured figures."""
         return ppo_clip(tokens.logprobs, tokens.old, tokens.advantages, clip)
 
 
 def wrong(spec: RLJobSpec, field: str, why: str, fix: str) -> Problem:
-    """Return the problem with a field of ``spec``, by its dotted attributes."""
+    """Return the problem with a field of ``spec``, named by its dotted attributes."""
     value = attrgetter(field)(spec)
     return Problem(place=("spec", *place_of(field)), value=value, reason=why, fix=fix)
 
 
 def algorithm_of(spec: RLJobSpec) -> Algorithm[Any]:
-    """Return the algorithm that a manifest names, as it is asked for there.
+    """Return the algorithm that a manifest names, with the manifest's options and settings.
 
-    Raises ManifestError where none is installed by that name, for options that it does not know, and with everything
-    in the manifest that cannot be with it.
+    Raises ManifestError if no algorithm of that name is installed, if it does not know one of the options, or if other
+    fields of the manifest conflict with it.
     """
     chosen = spec.algorithm
     kind = load_plugin(ALGORITHMS, chosen.name, kind=Algorithm, where=NAME)

@@ -2,11 +2,11 @@
 
     loss_t = -sg[ clip(r_t, 1 - low, 1 + high) ] * A * log π(t),  r_t = π(t) / π_old(t)
 
-sg stops the gradient. The weight of a token is clipped, and not its gradient: rare tokens that the old policy hardly
-chose go on being learned. The paper has no bound below (here ``clip.low: 0.999``), a tuned one above, and averages over
+sg stops the gradient. The weight of a token is clipped, not its gradient, so tokens that the old policy rarely chose
+are still learned. The paper has no lower bound (here ``clip.low: 0.999``), a tuned upper bound, and averages over
 tokens.
 
-Invariant: a token whose advantage is not 0 always has a gradient, of at most 1 + high times that without a ratio.
+Invariant: a token whose advantage is not 0 always has a gradient, at most 1 + high times the gradient without a ratio.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Cispo(Algorithm[NoOptions]):
     ignores = ("clip.dual",)
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
-        """Return the policy loss of each token; it counts as clipped where its weight is."""
+        """Return the policy loss of each token; a token counts as clipped if its weight is clipped."""
         own, positive = tokens.logprobs.detach(), tokens.advantages > 0
         ratio = (own - tokens.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         weight = ratio.clamp(1 - clip.low, 1 + clip.high)

@@ -1,27 +1,27 @@
-"""Correction of a loss for samples of another policy than its old one: importance weights within bounds.
+"""Correction of the loss for samples whose behaviour policy is not the old policy: bounded importance weights.
 
-    ρ_t = π_old(t) / μ(t)                     of token t, sampled by μ, the behaviour policy (the engine's log-probs)
+    ρ_t = π_old(t) / μ(t)                     for token t; μ: the behaviour policy (the engine's log-probs)
 
     level  token      ratio_t = ρ_t
            sequence   ratio_t = product of ρ_s over the n loss tokens s of the response of t
            geometric  ratio_t = that product ^ (1 / n)
     kind   truncate   weight_t = ratio_t, at least ``low`` and at most ``high``
-           mask       weight_t = ratio_t where low <= ratio_t <= high, else 0
+           mask       weight_t = ratio_t if low <= ratio_t <= high, otherwise 0
 
-The weight is a constant factor of the token's policy loss. With an old policy of the trainer's own this is the
-decoupled objective, weight_t * clip(π/π_old, A) (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298). With the
-behaviour policy as the old one the ratio of the loss is the importance weight already, so that a second factor would
-count it twice: ρ_t is that of the policy, π(t) / μ(t), and its tokens are only masked, with the weight 1 or 0 (verl's
+The weight is a constant factor of the token's policy loss. If the trainer computes the old policy itself, this is the
+decoupled objective, weight_t * clip(π/π_old, A) (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298). If the
+behaviour policy is the old policy, the ratio of the loss already is the importance weight, and a second factor would
+count it twice. Then ρ_t is the ratio of the policy, π(t) / μ(t), and tokens are only masked, with weight 1 or 0 (verl's
 bypass mode with ``ppo_clip``: rejection without weights).
 
 ``truncate`` at level token with low 0 is truncated importance sampling (Ionides 2008; verl's ``rollout_is``), ``mask``
-is masked importance sampling (IcePop; verl's ``rollout_is_threshold: low_high``), ``geometric`` the ratio of AReaL's
-sequence level. Other than with verl's rejection, a masked token stays in the divisor of the loss, as in AReaL: masking
-makes the gradient smaller, it does not weigh the rest up.
+is masked importance sampling (IcePop; verl's ``rollout_is_threshold: low_high``), ``geometric`` is the ratio of AReaL's
+sequence level. Unlike in verl's rejection, a masked token stays in the divisor of the loss, as in AReaL: masking makes
+the gradient smaller and does not increase the weight of the other tokens.
 
-Invariants: products are sums of log-probs, bounded before exp; a weight lies within the bounds, or is 0 where masked;
-where both policies agree on a response its weights are exactly 1; a response's weights need its own tokens alone, all
-of which stand in one pack, so that neither layout nor micro-batches change them, but for rounding.
+Invariants: products are computed as sums of log-probs, bounded before exp. A weight lies within the bounds, or is 0 if
+masked. If both policies agree on a response, its weights are exactly 1. The weights of a response need only its own
+tokens, all of which are in one pack, so layout and micro-batches change them only by rounding.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class CorrectionTerms(NamedTuple):
     """Terms for N tokens, each [N].
 
-    weight: what multiplies the policy loss; above, below: bool, whether the ratio is beyond ``high`` or ``low``; unit:
-    the part that a token is of what is weighed, which is a token or a response: sums with it are over these; k1, k3:
-    the estimates -log ρ and ρ - 1 - log ρ of KL(μ || π_old) at each token (Schulman, "kl approx").
+    weight: factor of the policy loss; above, below: whether the ratio is above ``high`` or below ``low``, bool; unit:
+    the token's share of its unit, which is a token or a response, so that a sum weighted by it is a sum over units; k1,
+    k3: the estimates -log ρ and ρ - 1 - log ρ of KL(μ || π_old) at each token (Schulman, "kl approx").
     """
 
     weight: Tensor
@@ -54,7 +54,7 @@ class CorrectionTerms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Weights of one kind and level, with their bounds: 0 <= low <= 1 <= high, so that a ratio of 1 stays as it is."""
+    """Weights of one kind and level, with bounds 0 <= low <= 1 <= high, so that a ratio of 1 is not changed."""
 
     kind: Literal["truncate", "mask"] = "truncate"
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -70,10 +70,10 @@ class Correction:
             )
 
     def terms(self, old: Tensor, behaviour: Tensor, *, counted: Tensor, sequences: Tensor) -> CorrectionTerms:
-        """Return the terms of N tokens out of their log-probs, constants of shape [N].
+        """Return the terms of N tokens from their log-probs, constants of shape [N].
 
-        counted [N]: 1 where the token counts in the loss, else 0; sequences [N]: number of the response that the token
-        belongs to, int64, each below N.
+        counted [N]: 1 if the token counts in the loss, otherwise 0; sequences [N]: number of the token's response,
+        int64, each below N.
         """
         distance = old - behaviour
         unit, exponent = counted, distance

@@ -1,15 +1,15 @@
 """DAPO: decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476): GRPO with four changes.
 
 * clip-higher: ``clip.high`` above ``clip.low`` (.28 and .2);
-* dynamic sampling: groups whose rewards are all equal are dropped, and others generated in their place
+* dynamic sampling: groups of equal rewards are dropped and replaced by newly generated groups
   (``filterZeroVariance: drop``, at most ``maxFilteredBatches``);
 * token-level loss: the mean over all tokens of the step (``aggregation: token-mean``);
-* overlong: responses near the limit earn less (``overlong``), those that it cuts off may be left out of the loss.
+* overlong: the reward of responses near the limit is reduced (``overlong``), and truncated ones may be excluded.
 
     loss_t = max(-A r_t, -A clip(r_t, 1 - low, 1 + high)),  A = (R + penalty - mean) / (std + 1e-6) within the group
 
-Invariants: groups are filtered by the rewards that were judged, before the penalty, which would fake a variance; a
-response that is left out is compared with the others all the same.
+Invariants: groups are filtered by the rewards before the penalty, because the penalty would add variance. An excluded
+response still counts in the comparison with the rest of its group.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DapoOptions(Struct, frozen=True, kw_only=True):
     """The options of the algorithm ``dapo``.
 
     overlong_buffer: tokens before ``sampling.maxTokens`` over which the reward falls, 0 for no penalty;
-    overlong_penalty: what a response of the greatest length loses; overlong_filter: leave responses that were cut off
-    out of the loss; dynamic_sampling: false is the recipe without it, as verl's asynchronous one.
+    overlong_penalty: reduction of the reward of a response of maximum length; overlong_filter: exclude truncated
+    responses from the loss; dynamic_sampling: false gives the recipe without it, as in verl's asynchronous recipe.
     """
 
     overlong_buffer: Annotated[int, Meta(ge=0)] = 0
@@ -45,13 +45,13 @@ class DapoOptions(Struct, frozen=True, kw_only=True):
 
 
 class Dapo(Algorithm[DapoOptions]):
-    """GRPO with DAPO's settings demanded, and overlong responses treated."""
+    """GRPO with the settings that DAPO requires, and with handling of overlong responses."""
 
     Options = DapoOptions
     filters = True
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Demand what makes it DAPO. Raises ManifestError where the buffer is longer than a response."""
+        """Yield the fields that differ from DAPO's. Raises ManifestError if the buffer is longer than a response."""
         yield from super().problems(spec)
         algorithm = spec.algorithm
         if algorithm.clip.high <= algorithm.clip.low:
@@ -66,7 +66,7 @@ class Dapo(Algorithm[DapoOptions]):
             raise ManifestError(what, where=OPTIONS, hint="Give at most sampling.maxTokens")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
-        """Return the rewards with the penalty."""
+        """Return the rewards with the length penalty added."""
         options = self.options
         if not options.overlong_buffer:
             return group.rewards
@@ -75,6 +75,6 @@ class Dapo(Algorithm[DapoOptions]):
         )
 
     def excluded(self, group: Group) -> Mapping[int, str]:
-        """Leave out what was cut off, where that is asked for."""
+        """Return the truncated responses if ``overlong_filter`` is set."""
         cut = np.flatnonzero(group.cut) if self.options.overlong_filter else ()
         return dict.fromkeys(map(int, cut), FILTERED_OVERLONG)

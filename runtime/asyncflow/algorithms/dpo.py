@@ -1,15 +1,16 @@
-"""DPO: direct preference optimization (arXiv 2305.18290), online: pairs are made of each group by reward.
+"""DPO: direct preference optimization (arXiv 2305.18290), online: each group is divided into pairs by reward.
 
     h(y) = sum over the tokens of y of (log π(t) - log π_0(t))
     loss = -log sigmoid( beta * (h(chosen) - h(rejected)) )           of each pair; mean over all pairs
 
-The n-th pair of a group is its n-th best and its n-th worst sample, as long as the first has the larger reward. Their
-advantages are +n and -n, which names the pair and who is chosen; the other samples go no further. Each token of a pair
-has its pair's loss divided by the tokens of its response, so that the mean over responses of the sum over tokens
+The n-th pair of a group is its n-th best and its n-th worst sample, if the best has the larger reward. The chosen
+sample has the advantage +n and the rejected one -n; all other samples are excluded. Each token of a pair has its pair's
+loss divided by the number of tokens of its response. So the mean over responses of the sum over tokens
 (``seq-mean-token-sum``) is the mean over pairs.
 
-Invariants: both of a pair are in one pack, so its loss is exact however a step is streamed and split; h is summed in
-float64, since it is long; the behaviour policy is not in it, so samples may be as old as the schedule lets them be.
+Invariants: both samples of a pair are in one pack, so their loss is exact however a step is streamed and split. h is a
+sum over many tokens, so it is computed in float64. The loss does not use the behaviour policy, so samples may be as old
+as the schedule permits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FILTERED_UNPAIRED: Final = "filtered: not in a pair"
 class DpoOptions(Struct, frozen=True, kw_only=True):
     """The options of the algorithms ``dpo`` and ``ipo``.
 
-    beta: how much the policy may leave the reference: the less, the more; pairs: most pairs of one group.
+    beta: penalty for leaving the reference: the smaller, the further the policy may move; pairs: most pairs of a group.
     """
 
     beta: Annotated[float, Meta(gt=0)] = 0.1
@@ -43,7 +44,7 @@ class DpoOptions(Struct, frozen=True, kw_only=True):
 
 
 class Dpo(Algorithm[DpoOptions]):
-    """The loss of pairs."""
+    """The DPO loss of pairs."""
 
     Options = DpoOptions
     filters = True
@@ -53,7 +54,7 @@ class Dpo(Algorithm[DpoOptions]):
     figures = ("pair_accuracy", "pair_margin")
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Demand what a loss of pairs needs."""
+        """Yield the fields that conflict with a loss of pairs."""
         yield from super().problems(spec)
         name, algorithm = spec.algorithm.name, spec.algorithm
         if algorithm.aggregation != "seq-mean-token-sum":
@@ -73,12 +74,12 @@ class Dpo(Algorithm[DpoOptions]):
             yield wrong(spec, "trainer.backend.tokens_per_micro_batch", why, f"Give at least {least}")
 
     def excluded(self, group: Group) -> Mapping[int, str]:
-        """Return the samples that are in no pair."""
+        """Return the samples that are not in a pair."""
         paired = self.advantages(group.rewards)
         return dict.fromkeys(np.flatnonzero(paired == 0).tolist(), FILTERED_UNPAIRED)
 
     def advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return +n for the sample that is chosen in the n-th pair, -n for the one that is rejected, else 0."""
+        """Return +n for the chosen sample of the n-th pair, -n for the rejected one, and 0 for unpaired samples."""
         order = np.argsort(-rewards, kind="stable")
         found = np.zeros(len(rewards), np.float32)
         for number in range(min(self.options.pairs, len(rewards) // 2)):
@@ -88,7 +89,7 @@ class Dpo(Algorithm[DpoOptions]):
         return found
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:  # noqa: ARG002
-        """Return for each token the loss of its pair, divided by the tokens of its response."""
+        """Return for each token the loss of its pair, divided by the number of tokens of its response."""
         lengths = tokens.lengths()
         margin = self._margins(tokens, lengths)
         loss = self.pair_loss(margin)[tokens.pairs].to(tokens.logprobs.dtype) / lengths
@@ -99,15 +100,15 @@ class Dpo(Algorithm[DpoOptions]):
         return PolicyTerms(loss, ratio, never, never, never, figures)
 
     def pair_loss(self, margin: Tensor) -> Tensor:
-        """Return the loss of pairs whose h(chosen) - h(rejected) are ``margin``, [N] as it."""
+        """Return the losses [N] of pairs whose h(chosen) - h(rejected) is ``margin`` [N]."""
         return margin.new_zeros(()).logaddexp(-self.options.beta * margin)
 
     def token_weight(self, lengths: Tensor) -> Tensor:
-        """Return the weight of each token in h, [N], by the tokens of its response."""
+        """Return the weight of each token in h, [N], from the token counts of the responses."""
         return lengths.new_ones(len(lengths))
 
     def _margins(self, tokens: Tokens, lengths: Tensor) -> Tensor:
-        """Return h(chosen) - h(rejected) of each pair, float64[N]; what is beyond the number of pairs is 0."""
+        """Return h(chosen) - h(rejected) of each pair, float64[N]; entries after the last pair are 0."""
         assert tokens.reference is not None
         assert tokens.pairs is not None
         parts = (tokens.logprobs - tokens.reference) * self.token_weight(lengths) * tokens.counted

@@ -1,11 +1,11 @@
 """GSPO: group sequence policy optimization (arXiv 2507.18071), GRPO with one ratio for a whole response.
 
     s = exp( mean over the tokens of the response of (log π(t) - log π_old(t)) )
-    s_t = sg[s] * exp(log π(t) - sg[log π(t)])            as s in value; of the mean's gradient, each token has its part
+    s_t = sg[s] * exp(log π(t) - sg[log π(t)])            equal to s; each token contributes its share to the gradient
     loss_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-sg stops the gradient. Averaged by ``seq-mean-token-mean`` the gradient is that of the sequence objective,
-mean over responses of min(s A, clip(s) A). A ratio of means is far closer to 1 than one of tokens: the paper clips at
+sg stops the gradient. With ``seq-mean-token-mean`` the gradient is the gradient of the sequence objective, the mean
+over responses of min(s A, clip(s) A). A ratio of means is far closer to 1 than a ratio of tokens: the paper clips at
 3e-4 below and 4e-4 above.
 
 Invariant: all tokens of a response have the same ratio, so they are clipped together or not at all.
@@ -23,13 +23,13 @@ from asyncflow.plugins import NoOptions
 
 
 class Gspo(Algorithm[NoOptions]):
-    """GRPO with the ratio of a response in place of that of a token."""
+    """GRPO with one ratio per response in place of one per token."""
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Demand the average over responses."""
+        """Require the average over responses."""
         yield from super().problems(spec)
         if spec.algorithm.aggregation != "seq-mean-token-mean":
-            why = "gspo averages over responses: each counts the same, whatever its length"
+            why = "gspo averages over responses: each has the same weight, whatever its length"
             yield wrong(spec, "algorithm.aggregation", why, "Give seq-mean-token-mean")
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:

@@ -1,11 +1,11 @@
-"""IPO: identity preference optimization (arXiv 2310.12036): DPO with a loss that does not push pairs apart for ever.
+"""IPO: identity preference optimization (arXiv 2310.12036): DPO with a loss that bounds the margin of a pair.
 
     h(y) = mean over the tokens of y of (log π(t) - log π_0(t))
     loss = ( h(chosen) - h(rejected) - 1 / (2 beta) )^2               of each pair; mean over all pairs
 
-The mean over tokens is what the paper's authors advise where responses differ in length, and what trl does.
+The paper's authors recommend the mean over tokens if responses differ in length, and trl uses it.
 
-Invariant: as of ``dpo``; only the margin and the loss of a pair differ.
+Invariant: the invariants of ``dpo`` hold; only the margin and the loss of a pair differ.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Ipo(Dpo):
     """DPO with a squared loss."""
 
     def pair_loss(self, margin: Tensor) -> Tensor:
-        """Return the squared distance of each margin from the one that is aimed at."""
+        """Return the squared distance of each margin from the target margin."""
         return (margin - 1 / (2 * self.options.beta)).square()
 
     def token_weight(self, lengths: Tensor) -> Tensor:
-        """Return 1 / n for each token of a response of n."""
+        """Return 1 / n for each token of a response of n tokens."""
         return 1 / lengths

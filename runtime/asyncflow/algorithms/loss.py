@@ -1,15 +1,15 @@
-"""The loss of a step, whole: what an algorithm makes of each token, and what every algorithm may add.
+"""The loss of a step: the algorithm's policy loss of each token, with correction, KL and entropy terms added.
 
     loss = sum_t weight_t * ( correction_t * policy_t + kl * KL_t - entropy * H_t ) / divisor
 
-policy_t is the algorithm's; correction_t is 1 unless a ``Correction`` says otherwise.
+policy_t is the algorithm's policy loss; correction_t is 1 without a ``Correction``.
 
-Invariants: a token's term and its weights need its own sequence and nothing else of the batch (with an algorithm of
-pairs: its own pair, whose two sequences are in one pack), and the divisor the whole step only. So samples may be
-trained as they stream in, and gradients of unnormalised sums accumulated in any order, over any split into
-micro-batches and ranks, and divided once: exactly the gradient of one big batch. A sequence without any loss token is
-counted nowhere; a sample that is ``silent`` contributes exactly nothing to the gradient and may be left out of the
-computation, but not out of the divisor, in which tokens that a correction masks stay too.
+Invariants: a token's term and its weights need only the token's own sequence (with an algorithm of pairs, its own pair,
+whose two sequences are in one pack); only the divisor needs the whole step. So samples may be trained as they stream
+in: gradients of unnormalised sums are accumulated in any order, over any split into micro-batches and ranks, and
+divided once, which gives exactly the gradient of one big batch. A sequence without loss tokens counts nowhere. A sample
+that is ``silent`` contributes exactly nothing to the gradient and may be left out of the computation. It stays in the
+divisor, and so do tokens that a correction masks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Aggregation:
         return np.ones(len(tokens))
 
     def divisor(self, totals: LossTotals) -> float:
-        """Return what the sum over the whole step is divided by; 1 where the step holds nothing."""
+        """Return the divisor of the sum over the whole step; 1 for an empty step."""
         if self.name == "token-sum":
             return 1.0
         return float(max(1, totals.tokens if self.name == "token-mean" else totals.sequences))
@@ -83,7 +83,7 @@ OldName = Literal["behaviour", "recompute", "lagged"]
 
 
 class TokenLoss(NamedTuple):
-    """The loss of N tokens: ``total`` [N] is what is weighted and summed; the rest is for the metrics."""
+    """The loss of N tokens: ``total`` [N] is weighted and summed; the other fields are for metrics."""
 
     total: Tensor
     policy: PolicyTerms
@@ -93,15 +93,16 @@ class TokenLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss, as the job describes it.
+    """The loss that a job configures.
 
-    algorithm: makes the policy loss of each token.
-    old: the denominator of the ratio: ``behaviour`` = the log-probs of the engine that sampled, ``recompute`` = the
-    trainer's own at the start of the step, which at its first update is the policy itself (ratio 1), ``lagged`` = those
-    of the weights one step before (Periodic Asynchrony: of θ_{k-2} in step k, whose policy is θ_{k-1}).
-    correction: what the samples' distance from the old policy is corrected by, None for nothing.
-    kl: weight of the divergence from θ_0, in the loss, or in the reward where ``penalised``; target: what it is
-    adapted by after each step, None where it stays; entropy: weight of the entropy bonus; 0 switches either off.
+    algorithm: computes the policy loss of each token.
+    old: denominator of the ratio. ``behaviour``: log-probs of the engine that sampled. ``recompute``: the trainer's own
+        log-probs at the start of the step, which at its first update are the policy's (ratio 1). ``lagged``: log-probs
+        under the weights one step before (Periodic Asynchrony: θ_{k-2} in step k, whose policy is θ_{k-1}).
+    correction: importance weights for the samples' distance from the old policy, None for none.
+    kl: weight of the divergence from θ_0, in the loss, or in the reward if ``penalised``; 0 for none.
+    target: adapts ``kl`` after each step, None for a constant weight.
+    entropy: weight of the entropy bonus, 0 for none.
     """
 
     algorithm: Algorithm[Any] = field(default_factory=Grpo)
@@ -125,30 +126,30 @@ class Loss:
 
     @property
     def diverges(self) -> bool:
-        """True where the loss has a KL term."""
+        """True if the loss has a KL term."""
         return self.kl > 0 and not self.penalised
 
     @property
     def compares(self) -> bool:
-        """True where the loss of a token needs its log-prob under θ_0."""
+        """True if the loss of a token needs its log-prob under θ_0."""
         return self.diverges or self.algorithm.reference
 
     @property
     def references(self) -> bool:
-        """True where a step needs log-probs under θ_0, for the loss or for the rewards."""
+        """True if a step needs log-probs under θ_0, for the loss or for the rewards."""
         return self.kl > 0 or self.algorithm.reference
 
     def after(self, metrics: Mapping[str, float]) -> Loss:
-        """Return the loss of the next step, by the metrics of the one before: its KL weight may be another."""
+        """Return the loss of the next step, with the KL weight adapted by the metrics of the previous step."""
         kl = metrics.get("penalty_kl" if self.penalised else "kl")
         if self.target is None or kl is None:
             return self
         return replace(self, kl=self.target.adapted(self.kl, kl=kl))
 
     def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Return for each sample, advantages [n], whether its gradient is exactly 0: bool[n].
+        """Return whether the gradient of each sample is exactly 0, bool[n], for ``advantages`` [n].
 
-        Where each token has its own, ``advantages`` is the largest of the sample, without its sign.
+        If each token has its own advantage, ``advantages`` is the largest absolute value of the sample.
         """
         only_policy = not self.diverges and self.entropy == 0
         return np.equal(advantages, 0) & only_policy
@@ -166,14 +167,14 @@ class Loss:
         sequences: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> TokenLoss:
-        """Return the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+        """Return the loss of N tokens, each argument [N]: log-probs of the policy, the engine and the reference.
 
-        before: the old policy's, None where that is the policy itself: ``recompute`` before the first update of a step,
-        ``lagged`` where nothing is older. counted, sequences, pairs: as of ``Tokens``; without the first two, all count
-        and are of one response.
+        before: log-probs of the old policy, None if it is the policy itself (``recompute`` before the first update of a
+        step, ``lagged`` if there are no older weights). counted, sequences, pairs: see ``Tokens``; without the first
+        two, all tokens count and belong to one response.
 
-        ``advantages`` is that of each token, or its sample. ``reference`` may be None where nothing ``compares``, and
-        ``entropy``, of the policy's distribution at that token, where its weight is 0.
+        ``advantages``: advantage of each token, or of its sample. ``reference`` may be None unless ``compares``.
+        ``entropy`` of the policy's distribution at each token may be None if its weight is 0.
         """
         own = logprobs.detach()
         old = behaviour if self.old == "behaviour" else own if before is None else before

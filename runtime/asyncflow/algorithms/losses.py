@@ -1,8 +1,8 @@
 """Losses per token: the clipped policy gradient, and estimators of KL(policy || reference) (Schulman, "kl approx").
 
-Invariants: nothing is summed or averaged here; a token's loss depends on that token alone. A token whose advantage is
-exactly 0 has loss exactly 0 and gradient exactly 0, whatever its ratio. Every estimator of KL is 0 where policy and
-reference agree, and so is the gradient of k2, k3 and k3+.
+Invariants: this module neither sums nor averages; a token's loss depends on that token alone. A token whose advantage
+is exactly 0 has loss and gradient of exactly 0, whatever its ratio. Every KL estimator is 0 if policy and reference
+agree, and so is the gradient of k2, k3 and k3+.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_LOG_RATIO = 20.0
-"""Bound of |log ratio| before exp, so that one absurd token gives a large finite number instead of infinity."""
+"""Bound of |log ratio| before exp, so that an extreme token gives a large finite number instead of infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Clip:
     """Bounds of the probability ratio, [1 - low, 1 + high]; no gradient moves a ratio beyond them further out.
 
     ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476); ``dual`` is the bound c > 1 of dual-clip PPO
-    for negative advantages (arXiv 1912.09729), None for none.
+    for negative advantages (arXiv 1912.09729), None for no bound.
     """
 
     low: float = 0.2
@@ -52,7 +52,7 @@ class Clip:
 class PolicyTerms(NamedTuple):
     """The policy loss of N tokens, each [N]: loss and ratio are float, the next three bool.
 
-    figures: what an algorithm measures beside them, by the names that it declares, constants.
+    figures: other values that the algorithm measures, constants, by the names that it declares.
     """
 
     loss: Tensor
@@ -66,13 +66,13 @@ class PolicyTerms(NamedTuple):
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
     """Return max(-A r, -A clip(r)), r = exp(logprobs - old), for tensors [N]; ``old`` and ``advantages`` are constants.
 
-    With ``clip.dual`` = c, tokens of negative advantage lose at most -A c.
+    With ``clip.dual`` = c, the loss of a token of negative advantage is at most -A c.
     """
     return clipped_loss((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantages, clip)
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
-    """Return max(-A r, -A clip(r)) as ``ppo_clip`` does, for ratios [N] of any kind, which have the gradient."""
+    """Return max(-A r, -A clip(r)) as ``ppo_clip`` does, for any ratios [N]; they carry the gradient."""
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss = free.maximum(bounded)
@@ -91,16 +91,16 @@ _MOST_ERROR = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class KlTarget:
-    """KL that is aimed at, a mean over tokens, and over how many steps (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Target KL, a mean over tokens, and the number of steps to adapt in (Ziegler et al., arXiv 1909.08593, sec. 2.2).
 
-    Its coefficient is a function of the first one and of the steps' KL, so a resumed run continues with the same.
+    The coefficient is a function of its initial value and of the KL of all steps, so a resumed run has the same one.
     """
 
     value: float
     horizon: float
 
     def adapted(self, coefficient: float, *, kl: float) -> float:
-        """Return the coefficient after a step whose KL was ``kl``: higher where that is above ``value``."""
+        """Return the coefficient after a step with the KL ``kl``: higher if ``kl`` is above ``value``."""
         error = min(max(kl / self.value - 1, -_MOST_ERROR), _MOST_ERROR)
         return coefficient * (1 + error / self.horizon)
 
@@ -108,9 +108,9 @@ class KlTarget:
 def kl_penalty(logprobs: Tensor, reference: Tensor, name: KlName) -> Tensor:
     """Return one estimate per token, [N], of KL(policy || reference) from log-probs of the sampled tokens, [N] each.
 
-    ``k1`` = lp - ref: unbiased value, but its gradient as a loss has mean zero, so it teaches nothing; ``k2`` = (lp -
-    ref)^2 / 2: the right gradient on-policy; ``k3`` = exp(ref - lp) - (ref - lp) - 1: unbiased and never negative;
-    ``k3+``: the value of k3 with the gradient of k2. Raises ManifestError for another name.
+    ``k1`` = lp - ref: unbiased, but its gradient as a loss has mean zero, so the model learns nothing from it; ``k2`` =
+    (lp - ref)^2 / 2: has the right gradient on-policy; ``k3`` = exp(ref - lp) - (ref - lp) - 1: unbiased and never
+    negative; ``k3+``: the value of k3 with the gradient of k2. Raises ManifestError for another name.
     """
     if name not in get_args(KlName):
         raise ManifestError(

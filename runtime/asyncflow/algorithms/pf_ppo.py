@@ -1,15 +1,15 @@
-"""PF-PPO: policy filtration (arXiv 2409.06957): of each prompt's samples, only some are trained, by rank of reward.
+"""PF-PPO: policy filtration (arXiv 2409.06957): train only some samples of each prompt, selected by rank of reward.
 
-    best-random   the ``keep`` / 2 best, and as many of the others at random
+    best-random   the ``keep`` / 2 best, and as many of the other samples at random
     best-worst    the ``keep`` / 2 best, and as many of the worst
 
-A reward is least reliable in the middle: the filter keeps what it is sure of. The paper chooses the filter by R²
-between rewards and the truth. What is kept has the advantage that it has within the whole group, and GRPO's loss: the
-mean of the group is the baseline here, in place of the paper's critic.
+A reward is least reliable in the middle of the ranking, so the filter keeps the extremes. The paper chooses the filter
+by R² between rewards and ground truth. A kept sample has its advantage within the whole group and GRPO's loss: the mean
+of the group is the baseline, in place of the paper's critic.
 
-Invariants: the filter looks at one prompt's samples alone, never at the batch, where with rewards of 0 and 1 it would
-keep everything; samples of equal reward are ranked at random, keyed by seed and prompt, so that it is a function of the
-manifest and the rewards.
+Invariants: the filter uses the samples of one prompt alone, never the batch, in which rewards of 0 and 1 would make it
+keep everything. Samples of equal reward are ranked at random, keyed by seed and prompt, so the selection is a function
+of the manifest and the rewards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILTERED_POLICY: Final = "filtered: policy filtration"
 class PfPpoOptions(Struct, frozen=True, kw_only=True):
     """The options of the algorithm ``pf-ppo``.
 
-    filter: which samples of a prompt are kept; keep: how many, an even number of at most ``groupSize``.
+    filter: selection of the kept samples of a prompt; keep: their number, even and at most ``groupSize``.
     """
 
     filter: Literal["best-random", "best-worst"] = "best-random"
@@ -39,20 +39,20 @@ class PfPpoOptions(Struct, frozen=True, kw_only=True):
 
 
 class PfPpo(Algorithm[PfPpoOptions]):
-    """GRPO on a part of each group."""
+    """GRPO on a subset of each group."""
 
     Options = PfPpoOptions
     filters = True
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Raise ManifestError where more is kept than there is."""
+        """Raise ManifestError if ``keep`` is larger than the group."""
         yield from super().problems(spec)
         if self.options.keep > spec.algorithm.group_size:
             what = f"keep is {self.options.keep}, and a group has {spec.algorithm.group_size} samples"
             raise ManifestError(what, where=OPTIONS, hint="Give an even number of at most groupSize")
 
     def excluded(self, group: Group) -> Mapping[int, str]:
-        """Return all but the ``keep`` samples that the filter chooses."""
+        """Return all samples that the filter does not keep."""
         rng = np.random.default_rng([self.seed, group.serial, _STREAM])
         ranked = np.lexsort((rng.permutation(len(group.rewards)), -group.rewards))
         half = self.options.keep // 2
@@ -64,4 +64,4 @@ class PfPpo(Algorithm[PfPpoOptions]):
 
 
 _STREAM = 0x9F
-"""Keeps these random numbers apart from those of the shuffled control."""
+"""Separates these random numbers from those of ``reward.shuffle``."""

@@ -5,9 +5,9 @@
     value_t   = max((V_t - return_t)², (clip(V_t, V_old,t - ε, V_old,t + ε) - return_t)²) / 2
     critic's loss = Σ_t value_t / loss tokens of the step
 
-Invariants: without ``whiten``, a sample's advantages need its own tokens only, so that samples are trained as they
-arrive; with it they are scaled by the mean and the deviation over all of D_k, for which the trainer waits. Values and
-returns of a step are those of the critic before it, however many updates the step makes.
+Invariants: without ``whiten``, a sample's advantages need its own tokens only, so samples are trained as they arrive.
+With ``whiten`` they are scaled by the mean and deviation over all of D_k, so the trainer waits for the whole step.
+Values and returns of a step come from the critic before the step, however many updates the step makes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 class PpoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """gamma: discount from one loss token to the next; lam: λ of the advantage estimation, 1 for the return minus the
-    value; value_clip: ε, how far a value may move from that before the step until its loss has no gradient any more,
-    null for no bound; whiten: take the mean of the step from its advantages, and divide them by their deviation.
+    value; value_clip: ε, the distance from the value before the step beyond which the loss has no gradient, null for no
+    bound; whiten: subtract the step's mean from its advantages, and divide them by their deviation.
     """
 
     gamma: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -45,7 +45,7 @@ class ValueTerms(NamedTuple):
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> ValueTerms:
-    """Return the terms of N tokens out of their values, [N]; ``old`` and ``returns`` are constants. clip: ε."""
+    """Return the loss terms of N tokens from their values, [N]; ``old`` and ``returns`` are constants. clip: ε."""
     free = (values - returns).square()
     if clip is None:
         return ValueTerms(free / 2, free < 0)
@@ -54,7 +54,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | No
 
 
 class Ppo(Algorithm[PpoOptions]):
-    """The base's policy loss, with advantages that the trainer makes of a critic's values."""
+    """The base's policy loss, with advantages that the trainer computes from a critic's values."""
 
     Options = PpoOptions
     fewest = 1
@@ -74,6 +74,6 @@ class Ppo(Algorithm[PpoOptions]):
         counted: NDArray[np.bool_],
         penalties: NDArray[np.floating] | None = None,
     ) -> Estimates:
-        """Return advantages and returns of the tokens of n responses; arguments as of ``gae``."""
+        """Return advantages and returns of the tokens of n responses; the arguments are those of ``gae``."""
         gamma, lam = self.options.gamma, self.options.lam
         return gae(outcomes, values, lengths=lengths, counted=counted, gamma=gamma, lam=lam, penalties=penalties)

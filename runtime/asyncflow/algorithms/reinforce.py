@@ -4,11 +4,11 @@
     A_t = (G_t - mean) / (std + 1e-8)                      mean and std over all tokens of D_k that count
     loss_t = max(-A r_t, -A clip(r_t, 1 - low, 1 + high))  (r_t: ratio)
 
-penalty_s is the KL of the token from the reference times its coefficient (``kl.place: reward``), else 0. With
+penalty_s is the KL of the token from the reference times its coefficient (``kl.place: reward``), otherwise 0. With
 ``baseline: group`` the mean reward of the prompt's samples is subtracted first (the paper's REINFORCE++-baseline).
 
-Invariants: A is a function of the set of samples in D_k, not of their order or of which rank has them, up to rounding;
-it needs all of D_k, so no gradient is computed before; tokens that the policy did not choose are passed over.
+Invariants: up to rounding, A depends on the set of samples in D_k, not on their order or their ranks. A needs all of
+D_k, so no gradient is computed before. Tokens that the policy did not choose are skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from asyncflow.api.job import RLJobSpec
 class ReinforceOptions(Struct, frozen=True, kw_only=True):
     """The options of the algorithm ``reinforce-plus-plus``.
 
-    discount: of what later tokens earn, for each token between; baseline: ``none``, or ``group``: the mean reward of
-    the prompt's samples, which needs at least 2.
+    discount: factor for each token between a token and a later reward; baseline: ``none``, or ``group``: the mean
+    reward of the prompt's samples, which needs at least 2 samples.
     """
 
     discount: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -47,32 +47,32 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
     ignores = ("advantage",)
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
-        """Refuse a baseline of one sample."""
+        """Refuse a group baseline for groups of one sample."""
         yield from super().problems(spec)
         if self.options.baseline == "group" and spec.algorithm.group_size < 2:
             yield wrong(spec, "algorithm.group_size", "a sample alone is its own baseline", "Give at least 2")
 
     def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
-        """Return the normalised return of each token, 0 where it does not count."""
+        """Return the normalised return of each token, 0 for tokens that do not count."""
         rewards = step.rewards
         if self.options.baseline == "group":
             rewards = rewards - group_means(step, everywhere)
         return whitened(self._returns(step, rewards), step.counted, everywhere=everywhere).astype(np.float32)
 
     def _returns(self, step: StepSamples, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return what each counted token and those after it earn, float64[N], the samples side by side."""
+        """Return the return of each counted token, float64[N], computed for all samples in parallel."""
         found, places = np.zeros(len(step.counted)), np.flatnonzero(step.counted)
         of_place = step.of_token[places]
         left = np.bincount(of_place, minlength=len(rewards))
         behind = np.cumsum(left)[of_place] - 1 - np.arange(len(places))  # counted tokens after each in its response
-        later = rewards.copy()
+        returns = rewards.copy()
         order = np.argsort(behind, kind="stable")
         bounds = np.searchsorted(behind[order], np.arange(left.max(initial=0) + 1))
         for begin, end in itertools.pairwise(bounds):
             now = order[begin:end]
-            later[of_place[now]] -= step.penalty[places[now]]
-            found[places[now]] = later[of_place[now]]
-            later *= self.options.discount
+            returns[of_place[now]] -= step.penalty[places[now]]
+            found[places[now]] = returns[of_place[now]]
+            returns *= self.options.discount
         return found
 
 

@@ -1,8 +1,8 @@
-"""Whitening: advantages with mean 0 and deviation 1 over all tokens of a step that count, on all ranks.
+"""Whitening: scale advantages to mean 0 and deviation 1 over all counted tokens of a step, on all ranks.
 
-    A_t -> (A_t - mean) / (std + 1e-8)          std: the unbiased one
+    A_t -> (A_t - mean) / (std + 1e-8)          std: unbiased
 
-Invariant: a function of the set of samples in D_k, not of their order or of which rank has them, up to rounding.
+Invariant: up to rounding, the result depends on the set of samples in D_k, not on their order or their ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _STD_FLOOR = 1e-8
 def whitened(
     advantages: NDArray[np.float64], counted: NDArray[np.bool_], *, everywhere: Everywhere
 ) -> NDArray[np.float64]:
-    """Return this rank's ``advantages`` [N] so, 0 where ``counted`` [N] is false; collective.
+    """Return this rank's whitened ``advantages`` [N], 0 for tokens that are not ``counted`` [N]. Collective.
 
-    everywhere: gathers an array [m, columns] of every rank into one.
+    everywhere: concatenates the arrays [m, columns] of all ranks.
     """
     chosen = advantages[counted]
     count, total = everywhere(np.array([[len(chosen), chosen.sum()]])).sum(axis=0)
