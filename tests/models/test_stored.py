@@ -129,7 +129,7 @@ def test_an_index_is_complete_or_refused(tmp_path: Path) -> None:
         StoredModel(folder)
     (folder / "two.part").rename(folder / "two.safetensors")
     index = json.loads((folder / INDEX).read_text())
-    for wrong, why in (({"c": "two.safetensors"}, "names c, which"), ({"c": "../x"}, "not in the folder")):
+    for wrong, why in (({"c": "two.safetensors"}, "lists c in"), ({"c": "../x"}, "not in the folder")):
         (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | wrong}))
         with pytest.raises(ManifestError, match=why):
             StoredModel(folder)
@@ -171,7 +171,7 @@ def test_a_model_is_next_once_it_has_settled_and_again_when_it_was_replaced(tmp_
     assert watch.look(0.0) is None
     assert "No such file" in watch.waits
     write(folder)
-    assert (seen(watch, 1.0), watch.waits) == (None, f"{folder} to stay as it is for 3 s")
+    assert (seen(watch, 1.0), watch.waits) == (None, f"{folder} to stay unchanged for 3 s")
     assert seen(watch, 3.9) is None
     assert seen(watch, 4.0) == (0, "export")
     assert take(watch, 4.0) == 0

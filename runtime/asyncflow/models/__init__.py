@@ -1,1 +1,1 @@
-"""Models: where they come from, their tokenizers, and the folders they are written to. torch is imported lazily."""
+"""Models: their sources, tokenizers and exported folders. torch is imported lazily."""

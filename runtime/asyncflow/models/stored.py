@@ -1,15 +1,17 @@
-"""Models as they lie in folders: which tensors their safetensors files have, and which folder is whole and newer.
+"""Model folders on disk: reading the tensors of their safetensors files, and finding the newest whole model.
 
-A folder is a whole model when it has config.json and its weights, ``model.safetensors`` or all files that
-``model.safetensors.index.json`` names with the tensors that it says are there, and each file is exactly as long as its
-header says: so none is cut off, or still grows. It is *settled* when nothing of it (names, inodes, sizes, times of
-change) has changed for ``SETTLE_S`` seconds, which leaves no file that was given its length first and is filled now.
-Who replaces a model may rename a folder, which is seen at once as a whole, or write files in whatever order.
+A folder is a whole model if it has config.json and its weights, and each weight file is exactly as long as its header
+says, so that no file is truncated or still growing. The weights are ``model.safetensors``, or all files that
+``model.safetensors.index.json`` lists, with the listed tensors. A folder is *settled* if none of its files (names,
+inodes, sizes, modification times) has changed for ``SETTLE_S`` seconds. That also excludes a file that got its full
+length first and is being filled. A new model may replace the old one by a rename of its folder, or by writing its files
+in any order.
 
-Bytes are read straight to where they are served from: under a memory map, a file that somebody cuts off would end the
-process by SIGBUS; so it is an error, and the folder is looked at again.
+Bytes are read directly into the arrays that serve them. No memory map is used: truncating a mapped file would end the
+process with SIGBUS. Instead a truncated file is an error, and the folder is examined again.
 
-Invariant: what was read and is then ``unchanged`` is one model, as it lay in the folder for all that time.
+Invariant: if a model is ``unchanged`` after it was read, all its bytes belong to one model that was in the folder
+during the whole read.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ _DTYPES: Final[Mapping[str, str]] = {
 }
 _MOST_HEADER: Final = 100 << 20
 _STRIDE: Final = 1 << 24
-"""Elements that are read at a time."""
+"""Number of elements read at a time."""
 _NUMBERED: Final = re.compile(r"(?:.*[^0-9])?([0-9]{1,9})")
 
 Stamp = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, size and time of change of each file of a model."""
+"""Name, inode, size and modification time of each file of a model."""
 
 
 class _Place(NamedTuple):
-    """Place of a tensor: its file, where its bytes begin in that, its dtype (a key of ``DTYPES``) and shape."""
+    """Location of a tensor: its file, the offset of its bytes, its dtype (a key of ``DTYPES``) and shape."""
 
     file: Path
     begin: int
@@ -61,9 +63,9 @@ class _Place(NamedTuple):
 class StoredModel:
     """The whole model in ``folder``.
 
-    dtype: to which floating-point tensors are rounded as they are read, None for none. tensors: by name the dtype (a
-    key of ``weights.slices.DTYPES``) and shape of what ``read`` gives. Raises ManifestError where it is not whole, or
-    has tensors that weights cannot be.
+    dtype: target of the rounding of floating-point tensors, None for no rounding. tensors: dtype (a key of
+    ``weights.slices.DTYPES``) and shape of the array that ``read`` fills, by name. Raises ManifestError if the model is
+    not whole, or if a tensor has an unsupported dtype.
     """
 
     def __init__(self, folder: Path, *, dtype: PublishedDtype | None = None) -> None:
@@ -85,12 +87,12 @@ class StoredModel:
 
     @property
     def stamp(self) -> Stamp:
-        """Marks of the files of the model, which change with every write, as they were when this was made."""
+        """File attributes of the model at construction, which change with every write."""
         return tuple(sorted(self._stamp.values()))
 
     @property
     def unchanged(self) -> bool:
-        """Return whether all files are still those that they were when this was made."""
+        """Return whether all files still have the attributes that they had at construction."""
         try:
             if (self.folder / WEIGHTS).exists() != (WEIGHTS in self._stamp):
                 return False
@@ -99,7 +101,7 @@ class StoredModel:
             return False
 
     def read(self, name: str, into: AnyArray) -> None:
-        """Fill ``into``, contiguous, with a tensor; blocks. Raises DiskError where the file is not what it was."""
+        """Fill the contiguous array ``into`` with a tensor; blocks. Raises DiskError if that fails."""
         place, flat = self._places[name], into.reshape(-1)
         stored = DTYPES[place.dtype]
         try:
@@ -116,7 +118,7 @@ class StoredModel:
             raise DiskError(f"{name} cannot be read: {error}", where=str(place.file), hint=hint) from error
 
     def _find(self) -> Iterator[tuple[str, _Place]]:
-        """Yield the tensors. Raises OSError, ValueError, KeyError, TypeError or AttributeError for a wrong file."""
+        """Yield the tensors. Raises OSError, ValueError, KeyError, TypeError or AttributeError for an invalid file."""
         named: dict[str, str] | None = None
         if not (self.folder / WEIGHTS).exists():
             named = json.loads(self._text(_INDEX))["weight_map"]
@@ -127,18 +129,18 @@ class StoredModel:
                     if named is not None:
                         del named[name]
         if named:
-            raise ValueError(f"{_INDEX} names {min(named)}, which {named[min(named)]} has not")
+            raise ValueError(f"{_INDEX} lists {min(named)} in {named[min(named)]}, which does not contain it")
 
     def _header(self, name: str) -> Iterator[tuple[str, _Place]]:
         path = self.folder / name
         if path.parent != self.folder:
-            raise ValueError(f"{_INDEX} names {name!r}, which is not in the folder")
+            raise ValueError(f"{_INDEX} lists {name!r}, which is not in the folder")
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             self._stamp[name] = _mark(name, found)
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= _MOST_HEADER or 8 + length > found.st_size:
-                raise ValueError(f"{name} is cut off, or no safetensors file")
+                raise ValueError(f"{name} is cut off or is not a safetensors file")
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         end = 0
@@ -148,7 +150,7 @@ class StoredModel:
                 raise ValueError(f"{tensor} in {name} is {entry['dtype']}, and weights may be {', '.join(_DTYPES)}")
             begin, after = entry["data_offsets"]
             if begin != end or after - begin != prod(shape) * DTYPES[dtype].itemsize:
-                raise ValueError(f"{tensor} in {name} does not lie where its header says")
+                raise ValueError(f"the size or offset of {tensor} in {name} contradicts the header")
             end = after
             yield tensor, _Place(path, 8 + length + begin, dtype, shape)
         if found.st_size != 8 + length + end:
@@ -161,7 +163,7 @@ class StoredModel:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return the subfolders whose names end with a number, the highest first, and that; "." begins a draft's name."""
+    """Return the subfolders whose names end with a number, highest first; names that start with "." are skipped."""
     found = (
         (int(match[1]), each)
         for each in folder.iterdir()
@@ -171,7 +173,7 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_config(folder: Path) -> Path:
-    """Return ``folder``, or its highest numbered subfolder, that has a config. Raises ManifestError where none has."""
+    """Return ``folder``, or its highest numbered subfolder that has a config. Raises ManifestError if none has one."""
     try:
         models = [folder, *(each for _, each in numbered(folder))]
     except OSError as error:
@@ -183,10 +185,10 @@ def newest_config(folder: Path) -> Path:
 
 @dataclass(kw_only=True)
 class ModelWatch:
-    """Finds the next model to publish in ``folder``, which is one model, or has numbered subfolders that are.
+    """Finds the next model to publish in ``folder``, which is one model or contains numbered subfolders of models.
 
-    dtype: see ``StoredModel``; settle_s: see the module. waits: what keeps the next one from being published, "" where
-    there is none. Of several that are newer the newest is next: the others are never published.
+    dtype: see ``StoredModel``; settle_s: see the module. waits: the condition that the next publication waits for, ""
+    if there is none. If several models are newer, only the newest is published.
     """
 
     folder: Path
@@ -199,7 +201,7 @@ class ModelWatch:
     _step: int = field(default=-1, init=False)
 
     def look(self, now: float) -> tuple[int, StoredModel] | None:
-        """Return the step and the model that is next, whole and settled at ``now`` (seconds, monotonic), or None."""
+        """Return the step and the next model, whole and settled at ``now`` (seconds, monotonic), or None."""
         self.waits, seen, self._seen = "", self._seen, {}
         known, self._known = self._known, {}
         try:
@@ -211,28 +213,28 @@ class ModelWatch:
                 since = self._seen[model.stamp] = seen.get(model.stamp, now)
                 if now - since >= self.settle_s:
                     return step, model
-                self.waits = f"{folder} to stay as it is for {self.settle_s:g} s"
+                self.waits = f"{folder} to stay unchanged for {self.settle_s:g} s"
                 break
         except OSError as error:
             self.waits = f"{self.folder}: {error.strerror}"
         return None
 
     def take(self, step: int, model: StoredModel) -> None:
-        """Note that ``model`` was published as θ_step."""
+        """Record that ``model`` was published as θ_step."""
         self._step, self._passed = step, {model.stamp: ""}
 
     def pass_over(self, model: StoredModel, why: str = "") -> None:
-        """Note that ``model`` is not to be published, and why nothing newer is, where somebody has to mend that."""
+        """Record that ``model`` is not to be published; why: shown in ``waits``, if the user must correct something."""
         self._passed[model.stamp] = why
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Return the steps and folders of what may be next, the newest first. Raises OSError."""
+        """Return the steps and folders of candidates for the next model, newest first. Raises OSError."""
         if not (self.folder / _CONFIG).exists() and (models := numbered(self.folder)):
             return [(number, each) for number, each in models if number > self._step]
         return [(self._step + 1, self.folder)]
 
     def _whole(self, folder: Path, known: StoredModel | None) -> StoredModel | None:
-        """Return the model in a folder, None where none is whole; its headers are read again only once it changed."""
+        """Return the whole model in a folder, or None; headers of an unchanged model are not read again."""
         try:
             model = known if known is not None and known.unchanged else StoredModel(folder, dtype=self.dtype)
         except ManifestError as error:
@@ -246,18 +248,18 @@ def _mark(name: str, found: os.stat_result) -> tuple[str, int, int, int]:
     return name, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read_at(file: int, at: int, into: AnyArray) -> None:
-    """Fill an array with the bytes at ``at``. Raises OSError where the file ends before."""
+def _read_at(file: int, offset: int, into: AnyArray) -> None:
+    """Fill an array with the bytes at ``offset``. Raises OSError if the file is too short."""
     left = into.view(np.uint8).data
     while left:
-        count = os.preadv(file, [left], at)
+        count = os.preadv(file, [left], offset)
         if count == 0:
             raise OSError("the file ends before it")
-        left, at = left[count:], at + count
+        left, offset = left[count:], offset + count
 
 
 def _rounded(raw: AnyArray, dtype: np.dtype[np.generic]) -> AnyArray:
-    """Round numbers (uint16: the bits of bfloat16) to float32, or to the bits of the nearest bfloat16, ties to even."""
+    """Return numbers (uint16: bfloat16 bits) as float32, or as bits of the nearest bfloat16, ties to even."""
     exact = (raw.astype(np.uint32) << 16).view(np.float32) if raw.dtype == np.uint16 else raw.astype(np.float32)
     if dtype != np.uint16:
         return exact

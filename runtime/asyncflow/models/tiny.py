@@ -1,11 +1,11 @@
-"""The tiny model that the project makes itself, without a download: config, tokenizer, and weights by a warm-up.
+"""The tiny model, generated without a download: config, tokenizer, and weights from a supervised warm-up.
 
-A Qwen3 architecture with two layers and untied embeddings over the 256 bytes and two special tokens. In its supervised
-warm-up it learns a task's skill together with wrong habits, as pre-training does; only that needs torch.
+It has a Qwen3 architecture with two layers and untied embeddings over the 256 bytes and two special tokens. In the
+warm-up it learns a task together with wrong habits, as in pre-training. Only the warm-up needs torch.
 
-Invariants: the files are a pure function of this module's text, so that every role may write its own; the weights are
-a pure function of (config, lesson, seed) on one machine, whatever the caller's threads and random state, which are
-left as they were.
+Invariants: the files are a pure function of this module, so every role may write its own copy. On one machine the
+weights are a pure function of (config, lesson, seed), independent of the caller's thread count and random state, which
+the warm-up restores.
 """
 
 from __future__ import annotations
@@ -106,19 +106,19 @@ STEPS = 400
 BATCH = 32
 LEARNING_RATE = 4e-3
 RAMP = 20
-"""Steps over which the learning rate rises; afterwards it falls by a cosine to FLOOR of its peak."""
+"""Steps over which the learning rate rises; afterwards it decays by a cosine to FLOOR of its peak."""
 FLOOR = 0.05
 IGNORED = -100
 
 
 def warm_up(folder: Path, task: TinyTask, *, seed: int) -> dict[str, torch.Tensor]:
-    """Teach ``task`` to a fresh model of the folder's config and return its weights, float32 on the CPU."""
+    """Train a new model of the folder's config on ``task`` and return its weights, float32 on the CPU."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = Tokenizer.load(folder)
     lesson = task.lesson(seed=seed)
-    with _alone(seed):
+    with _isolated(seed):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
         for step in range(STEPS):
@@ -142,30 +142,30 @@ def _schedule(step: int) -> float:
 def _batch(tokenizer: Tokenizer, lesson: Iterator[tuple[str, tuple[str, ...]]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return input ids and the ids to predict from them, both int64 (BATCH, length), padded on the right.
 
-    Only what the model says is to be predicted, each turn with the token that ends it.
+    Only the model's tokens are targets; each of its turns includes its end token.
     """
     import torch
 
-    coded = [list(_coded(tokenizer, question, turns)) for question, turns in lesson]
-    length = max(map(len, coded))
-    rows = [tokens + [(tokenizer.pad_id, False)] * (length - len(tokens)) for tokens in coded]
+    encoded = [list(_encode(tokenizer, question, turns)) for question, turns in lesson]
+    length = max(map(len, encoded))
+    rows = [tokens + [(tokenizer.pad_id, False)] * (length - len(tokens)) for tokens in encoded]
     ids = torch.tensor([[token for token, _ in row[:-1]] for row in rows])
-    targets = torch.tensor([[token if said else IGNORED for token, said in row[1:]] for row in rows])
+    targets = torch.tensor([[token if trained else IGNORED for token, trained in row[1:]] for row in rows])
     return ids, targets
 
 
-def _coded(tokenizer: Tokenizer, question: str, turns: tuple[str, ...]) -> Iterator[tuple[int, bool]]:
-    """Yield the tokens of a response and its question, and whether the model says them."""
+def _encode(tokenizer: Tokenizer, question: str, turns: tuple[str, ...]) -> Iterator[tuple[int, bool]]:
+    """Yield the tokens of a question and its response, and whether each is a token of the model."""
     yield from ((token, False) for token in tokenizer.encode(question))
     for number, turn in enumerate(turns):
-        said = number % 2 == 0
-        yield from ((token, said) for token in tokenizer.encode(turn))
-        if said:
+        is_model_turn = number % 2 == 0
+        yield from ((token, is_model_turn) for token in tokenizer.encode(turn))
+        if is_model_turn:
             yield tokenizer.eos_ids[0], True
 
 
 @contextmanager
-def _alone(seed: int) -> Iterator[None]:
+def _isolated(seed: int) -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""A tokenizer as every role uses it: text to ids and back, and chat templates, without transformers or torch.
+"""The tokenizer of all roles: text to ids and back, and chat templates, without transformers or torch.
 
-Invariant: ``Tokenizer.load(folder)`` gives the ids that transformers gives for the same ordinary Hugging Face folder,
-on the day ``TODAY`` where the chat template asks for one.
+Invariant: ``Tokenizer.load(folder)`` produces the same ids as transformers for the same ordinary Hugging Face folder,
+with ``TODAY`` as the current date in chat templates.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from asyncflow.errors import ManifestError
 
 TODAY = date(2024, 7, 26)
-"""The day that chat templates are told, so that a run does not depend on when it runs: the one that Llama's templates
-take where they are told none."""
+"""The date that chat templates use, so that a run does not depend on its date: the default of Llama's templates."""
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-"""Names of a model's chat templates: the one that is taken, and the one for chats with tools where a model has it."""
-_OURS = ("messages", "add_generation_prompt")
-"""Variables of a chat template that are no options."""
+"""Names of a model's chat templates: the default, and the template for chats with tools if the model has one."""
+_RESERVED = ("messages", "add_generation_prompt")
+"""Variables of a chat template that are not options."""
 
 
 class ChatTemplate(NamedTuple):
-    """A compiled template, and the variables that it reads."""
+    """A compiled template, and the names of the variables that it reads."""
 
     template: Template
     reads: frozenset[str]
@@ -42,8 +41,8 @@ class ChatTemplate(NamedTuple):
 class Tokenizer:
     """The tokenizer of one model folder.
 
-    eos_ids: the ids that end a response, sorted; pad_id: the padding id, or the first of eos_ids where the folder names
-    none; vocab_size: how many ids the tokenizer itself knows (the model's embedding may be larger).
+    eos_ids: the ids that end a response, sorted; pad_id: the padding id, or the first of eos_ids if the folder names
+    none; vocab_size: the number of ids of the tokenizer itself (the model's embedding may be larger).
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, config.json, generation_config.json and the chat template.
 
-        Raises ManifestError where the folder has no tokenizer.json or no end-of-sequence token.
+        Raises ManifestError if the folder has no tokenizer.json or no end-of-sequence token.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -77,7 +76,7 @@ class Tokenizer:
             )
         try:
             core = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no more specific type
             raise ManifestError(f"cannot be read: {error}", where=str(file), hint="Copy the folder again") from error
         core.no_padding()
         core.no_truncation()
@@ -101,17 +100,17 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of ``text``; special tokens spelled in it are recognised, others only added when asked."""
+        """Return the ids of ``text``; special tokens in it are recognised; ``add_special_tokens`` adds the others."""
         ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``, without special tokens unless asked for."""
+        """Return the text of ``ids``, without special tokens by default."""
         text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token that is spelled ``text``, None where the model has none."""
+        """Return the id of the special token with the text ``text``, None if the model has none."""
         return next(
             (id_ for id_, token in self._core.get_added_tokens_decoder().items() if token.content == text), None
         )
@@ -125,19 +124,19 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, rendered by the model's own chat template.
 
-        messages: {"role", "content"} each; options: variables for the template. Raises ManifestError where there is no
-        template, it does not read one of the options, or it refuses the messages.
+        messages: {"role", "content"} each; options: variables for the template. Raises ManifestError if there is no
+        template, if it does not read one of the options, or if it refuses the messages.
         """
         options = dict(options or {})
         chat = self._chats.get(_TOOL_USE) if options.get("tools") is not None else None
         chat = chat or self._chats.get(_DEFAULT)
         if chat is None:
             raise ManifestError(
-                "the model has no chat template, and its prompts are chats",
+                "the prompts are chats, and the model has no chat template",
                 where="model.source",
                 hint="Leave out data.train.chat and data.eval.chat, and give prompts as texts; or give a chat model",
             )
-        known = chat.reads - {*_OURS, *self._special_tokens}
+        known = chat.reads - {*_RESERVED, *self._special_tokens}
         if unknown := sorted(options.keys() - known):
             raise ManifestError(
                 f"the model's chat template does not read {', '.join(unknown)}",
@@ -156,7 +155,7 @@ class Tokenizer:
 
 
 class _Generation(Extension):
-    """The block ``{% generation %}``, by which templates mark what the model says: its body, as it is."""
+    """The block ``{% generation %}``, with which templates mark the model's output: rendered as its body."""
 
     tags = {"generation"}  # noqa: RUF012  the base class says so
 
@@ -195,7 +194,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return those of a model's chat templates that are used, by name."""
+    """Return the chat templates of a model that are used, by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         files = {_DEFAULT: file, _TOOL_USE: folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"}
