@@ -42,7 +42,7 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
         ("dapo", ["algorithm.filterZeroVariance=keep"], "filterZeroVariance .*options.dynamic_sampling: false"),
         ("dapo", ["algorithm.options={overlong_buffer: 9}"], "overlong_buffer is 9, and a response has at most 8"),
         ("dpo", ["algorithm.aggregation=token-mean"], "aggregation .*averages over pairs"),
-        ("dpo", ["algorithm.name=ipo", "algorithm.filterZeroVariance=keep"], "ipo has nothing else to learn from"),
+        ("dpo", ["algorithm.name=ipo", "algorithm.filterZeroVariance=keep"], "ipo learns only from pairs"),
         ("dpo", ["algorithm.correction={kind: mask}"], "correction.* no ratio to the behaviour policy"),
         ("dpo", ["trainer.backend.tokensPerMicroBatch=40"], "the longest one has 48 tokens"),
         ("dpo", ["algorithm.kl={coefficient: 0.1, estimator: k1, place: reward}"], "Give place: loss"),
@@ -66,17 +66,17 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
         (
             "quickstart",
             ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1", "algorithm.options={baseline: group}"],
-            "a sample alone is its own baseline",
+            "the baseline of a single sample is its own reward",
         ),
         ("quickstart", [BY_TURN], "without an environment a sample has one turn"),
         ("tools", [BY_TURN, "trainer.external=true"], "an external trainer receives one advantage per sample"),
-        ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "of the rewards of whole samples"),
-        ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "of the rewards of whole samples"),
-        ("tools", [BY_TURN, "reward.shuffle=true"], "permuted by the sample"),
+        ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "from the rewards of whole samples"),
+        ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "from the rewards of whole samples"),
+        ("tools", [BY_TURN, "reward.shuffle=true"], "permuted between samples"),
         (
             "quickstart",
             ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1", "algorithm.filterZeroVariance=drop"],
-            "a sample alone never varies",
+            "reward of a single sample has no variance",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_an_algorithm_of_ones_own_says_how_many_samples_it_compares() -> None:
 
     refused, fine = (load_job(EXAMPLES / "quickstart.yaml", [f"algorithm.groupSize={size}"]).spec for size in (4, 5))
     (problem,) = Medians().problems(refused)
-    assert problem.reason == "grpo compares a sample with the others of its group, and needs 5"
+    assert problem.reason == "grpo compares the samples of a group, and needs at least 5"
     assert list(Medians().problems(fine)) == []
 
 

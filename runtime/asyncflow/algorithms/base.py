@@ -190,10 +190,10 @@ class Algorithm(Generic[Own]):
         """Yield the fields of a manifest that conflict with this algorithm; subclasses add their own checks."""
         name = spec.algorithm.name
         if spec.algorithm.group_size < self.fewest:
-            why = f"{name} compares a sample with the others of its group, and needs {self.fewest}"
+            why = f"{name} compares the samples of a group, and needs at least {self.fewest}"
             yield wrong(spec, "algorithm.group_size", why, f"Give at least {self.fewest}")
         if spec.algorithm.group_size == 1 and spec.algorithm.filter_zero_variance == "drop":
-            why = "a sample alone never varies, so that every group would be dropped"
+            why = "the reward of a single sample has no variance, so every group would be dropped"
             yield wrong(spec, "algorithm.filter_zero_variance", why, "Give keep, or a groupSize of at least 2")
         if self.whole_step and spec.schedule.mode == "periodic":
             why = "the advantages need all samples of a step, and the mode periodic trains them as they arrive"
@@ -219,11 +219,11 @@ class Algorithm(Generic[Own]):
         if spec.environment is None:
             why = "without an environment a sample has one turn"
         elif self.writes == OUTCOME or self.pairs:
-            why = f"{spec.algorithm.name} makes its advantages of the rewards of whole samples"
+            why = f"{spec.algorithm.name} computes its advantages from the rewards of whole samples"
         elif spec.trainer.external:
             why = "an external trainer receives one advantage per sample"
         elif spec.reward.shuffle:
-            why = "rewards are permuted by the sample, and samples have turns of their own"
+            why = "rewards are permuted between samples, which may differ in their number of turns"
         if why is not None:
             yield wrong(spec, "algorithm.credit", why, "Give credit: sample")
 

@@ -27,5 +27,6 @@ class Cispo(Algorithm[NoOptions]):
         ratio = (own - tokens.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         weight = ratio.clamp(1 - clip.low, 1 + clip.high)
         loss = -weight * tokens.advantages * tokens.logprobs
-        some = tokens.advantages != 0
-        return PolicyTerms(loss, ratio, some & (ratio < 1 - clip.low), some & (ratio > 1 + clip.high), positive & False)
+        nonzero = tokens.advantages != 0
+        low, high = nonzero & (ratio < 1 - clip.low), nonzero & (ratio > 1 + clip.high)
+        return PolicyTerms(loss, ratio, low, high, positive & False)

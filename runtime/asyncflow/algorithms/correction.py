@@ -92,7 +92,7 @@ class Correction:
 
 
 def effective_share(*, units: float, weights: float, squares: float) -> float:
-    """Return the effective sample size of n weights as a share of n: (Σw)² / (n Σw²), 0 where all are 0 (Kong 1992).
+    """Return the effective sample size of n weights as a share of n: (Σw)² / (n Σw²), 0 if all are 0 (Kong 1992).
 
     units: n; weights: Σw; squares: Σw².
     """

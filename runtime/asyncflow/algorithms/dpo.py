@@ -61,7 +61,7 @@ class Dpo(Algorithm[DpoOptions]):
             why = f"{name} averages over pairs, so over responses, and sums over tokens"
             yield wrong(spec, "algorithm.aggregation", why, "Give seq-mean-token-sum")
         if algorithm.filter_zero_variance != "drop":
-            why = f"no pair can be made of equal rewards, and {name} has nothing else to learn from"
+            why = f"samples of equal reward form no pair, and {name} learns only from pairs"
             yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop")
         if algorithm.correction is not None:
             why = f"{name} has no ratio to the behaviour policy that could be corrected"

@@ -59,7 +59,7 @@ class Aggregation:
     def __post_init__(self) -> None:
         if self.name == "seq-mean-token-sum-norm" and self.horizon < 1:
             raise ManifestError(
-                f"aggregation {self.name} divides by the longest response, which is given as {self.horizon}",
+                f"aggregation {self.name} divides by the length of the longest response, which is {self.horizon}",
                 where="spec.algorithm.aggregation",
                 hint="Set spec.sampling.maxTokens.",
             )
@@ -119,7 +119,7 @@ class Loss:
     def __post_init__(self) -> None:
         if self.old == "behaviour" and self.correction is not None and self.correction.kind == "truncate":
             raise ManifestError(
-                "the ratio of the loss is the importance weight already, and would count twice",
+                "the ratio of the loss is already the importance weight, which would count twice",
                 where="spec.algorithm.correction.kind",
                 hint="Give mask, or old: recompute.",
             )

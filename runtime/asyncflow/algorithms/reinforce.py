@@ -50,7 +50,9 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
         """Refuse a group baseline for groups of one sample."""
         yield from super().problems(spec)
         if self.options.baseline == "group" and spec.algorithm.group_size < 2:
-            yield wrong(spec, "algorithm.group_size", "a sample alone is its own baseline", "Give at least 2")
+            yield wrong(
+                spec, "algorithm.group_size", "the baseline of a single sample is its own reward", "Give at least 2"
+            )
 
     def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
         """Return the normalised return of each token, 0 for tokens that do not count."""
