@@ -92,7 +92,7 @@ def power_cut(job: Job, shim: Shim) -> None:
     job.start(resume=True)
     job.succeed()
     begun = (job.folder / "logs" / "trainer-0.log").read_text()
-    if had and f"begins at step {had[-1]}" not in begun:
+    if had and f"starts at step {had[-1]}" not in begun:
         raise Harmed(f"training did not go on at the checkpoint of step {had[-1]}")
 
 

@@ -176,7 +176,7 @@ def full_disk(group: HostProcessGroup) -> dict[str, Any]:
     backend.load(FOLDER / "model", checkpoint=None)
     train_share(backend, 1, 1)
     checkpoints = Checkpoints(FOLDER / f"checkpoints-{RANK}")
-    checkpoints.group = group.beside()
+    checkpoints.group = group.background()
     checkpoints.claim(ATTEMPT)
     assert not checkpoints.shared
     asked = 0

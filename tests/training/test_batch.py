@@ -29,10 +29,10 @@ def batch(first: int = 0, **more: list[list[float]]) -> MicroBatch:
 def test_an_advantage_may_be_given_for_the_sample_or_for_each_of_its_tokens() -> None:
     by_sample = batch(advantage=[[1], [-2], [3], [0]])
     assert by_sample.credit().tolist() == [1, 1, 1, -2, 0, 0]
-    assert by_sample.strongest().tolist() == [1, 2, 3, 0]
+    assert by_sample.largest_advantages().tolist() == [1, 2, 3, 0]
     by_token = batch(advantage=[[1, -4, 0], [-2], [3], [0, 0]])
     assert by_token.credit().tolist() == [1, -4, 0, -2, 0, 0]
-    assert by_token.strongest().tolist() == [4, 2, 0, 0]
+    assert by_token.largest_advantages().tolist() == [4, 2, 0, 0]
     assert by_token.take([3, 0]).credit().tolist() == [0, 0, 1, -4, 0]
     with pytest.raises(ProtocolError, match="have no advantages"):
         by_token.by_sample()
@@ -42,7 +42,7 @@ def test_only_tokens_that_count_make_a_sample_strong() -> None:
     mask = Jagged.from_rows([[True, False, True], [True], [], [False, True]], "bool")
     given = columns(advantage=[[1, -4, 0], [-2], [], [7, 0]]) | {"loss_mask": mask}
     found = MicroBatch.of([SampleKey(serial, 0) for serial in range(4)], given)
-    assert found.strongest().tolist() == [1, 2, 0, 0]
+    assert found.largest_advantages().tolist() == [1, 2, 0, 0]
 
 
 def test_an_advantage_of_a_turn_is_that_of_its_tokens() -> None:
@@ -56,7 +56,7 @@ def test_an_advantage_of_a_turn_is_that_of_its_tokens() -> None:
 
     found = turns([3, -1], [2], [5])
     assert found.credit()[found.counted()].tolist() == [3, 3, -1, -1, 2, 5, 5]
-    assert found.strongest().tolist() == [3, 2, 5]
+    assert found.largest_advantages().tolist() == [3, 2, 5]
     assert turns([3, -1], [2], [5, 1, 4]).credit()[-3:].tolist() == [5, 1, 4], "one for each token"
     with pytest.raises(ProtocolError, match=r"sample \(0, 0\): advantage has 3 entries, not 6"):
         turns([3, -1, 1], [2], [5])
@@ -71,10 +71,10 @@ def test_batches_of_both_forms_are_joined() -> None:
 def test_what_is_learned_from_an_outcome_is_not_known_before_a_critic_has_seen_it() -> None:
     found = MicroBatch.joined([batch(outcome=[[1], [0], [1], [0]]), MicroBatch.empty()])
     assert found.earned().tolist() == [1, 0, 1, 0]
-    assert np.isinf(found.strongest()).all()
+    assert np.isinf(found.largest_advantages()).all()
     with pytest.raises(ProtocolError, match="have no advantages"):
         found.credit()
-    assert found.credited(np.arange(6, dtype=np.float32)).credit().tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.with_advantages(np.arange(6, dtype=np.float32)).credit().tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(ProtocolError, match="have no outcomes"):
         batch(advantage=[[1]] * 4).earned()
 

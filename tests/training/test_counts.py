@@ -34,7 +34,7 @@ def batch(versions: list[list[int]], first: int = 0) -> MicroBatch:
 def test_lags_are_counted_from_the_gradient() -> None:
     tally = StepTally()
     tally.add(batch([[4, 4, 5], [3], []]), step=6)
-    assert (tally.samples, tally.spoken, tally.prompt_tokens, tally.response_tokens) == (3, 2, 9, 4)
+    assert (tally.samples, tally.nonempty, tally.prompt_tokens, tally.response_tokens) == (3, 2, 9, 4)
     assert (tally.staleness_start_max, tally.staleness_start_sum) == (2, 3)
     assert (tally.staleness_end_max, tally.staleness_token_sum) == (2, 1 + 1 + 0 + 2)
 

@@ -159,7 +159,7 @@ async def test_each_rank_has_its_replica_and_the_orders_of_the_first_go_to_all(r
 async def test_values_are_one_a_response_token(replicas: Replicas, lengths: list[int]) -> None:
     found = Jagged.from_rows([[0.0] * length for length in lengths], np.float32)
     replicas.models[0].values = lambda _: found  # type: ignore[method-assign]
-    with pytest.raises(ProtocolError, match="not one a response token"):
+    with pytest.raises(ProtocolError, match="did not return one value per response token"):
         await asyncio.to_thread(replicas.links[0].values, batch(1))
 
 
@@ -168,7 +168,7 @@ async def test_a_critic_writes_only_what_it_set_aside_and_only_into_a_checkpoint
     replicas: Replicas, folder: str
 ) -> None:
     link = replicas.links[0]
-    with pytest.raises(Refused, match="nothing was set aside that could be written to 'step-000001'"):
+    with pytest.raises(Refused, match="there is no copy of the critic to write to 'step-000001'"):
         await asyncio.to_thread(link.write, replicas.folder / "step-000001")
     await asyncio.to_thread(link.copy)
     with pytest.raises(Refused, match="is not the name of a checkpoint"):
@@ -183,7 +183,7 @@ async def test_a_critic_begins_with_a_checkpoint_and_with_no_other_folder(replic
 async def test_replicas_that_lost_one_another_answer_only_who_has_them_begin_anew(replicas: Replicas) -> None:
     link, (first, second) = replicas.links[0], replicas.models
     second.loses = [PeerLost("the first replica is gone")]
-    with pytest.raises(Refused, match="has not begun with attempt 0"):
+    with pytest.raises(Refused, match="was not loaded by attempt 0"):
         await asyncio.to_thread(link.settle, 1)
     await asyncio.to_thread(link.load, None)
     assert (await asyncio.to_thread(link.settle, 1))[NORM] == 2.5

@@ -165,7 +165,7 @@ def test_where_one_gradient_is_not_finite_neither_model_moves(apart: Apart, tiny
 def test_what_is_forgotten_is_not_learned(apart: Apart, tiny_folder: Path) -> None:
     once, twice = moving(tiny_folder), linked(apart, tiny_folder)
     twice.micro_batch(rewarded(samples()), version=None)
-    twice._forget_step()
+    twice._discard_step()
     assert streamed(twice, 1, 1) == pytest.approx(streamed(once, 1, 1), rel=1e-4, abs=1e-7)
 
 
@@ -198,19 +198,19 @@ def test_what_comes_twice_counts_once(apart: Apart) -> None:
 def test_a_critic_that_was_started_again_answers_only_who_has_it_begin(apart: Apart) -> None:
     apart.start(COUNTING, CountingBackend)
     link = apart.link()
-    with pytest.raises(Refused, match="has not begun with attempt 0"):
+    with pytest.raises(Refused, match="was not loaded by attempt 0"):
         link.values(counted(2))
     link.load(None)
     assert link.values(counted(2)).values.tolist() == [0.0] * len(counted(2).responses.values)
     newer = apart.link(attempt=1)
     newer.load(None)
-    with pytest.raises(Refused, match="not begun with attempt 0"):
+    with pytest.raises(Refused, match="not loaded by attempt 0"):
         link.learn(counted(2))
     with pytest.raises(Refused, match="attempt 0 of the trainer was replaced by attempt 1"):
         link.load(None)
     apart.start(COUNTING, CountingBackend)
     lost = apart.link(attempt=1)
-    with pytest.raises(Refused, match="not begun with attempt 1"):
+    with pytest.raises(Refused, match="not loaded by attempt 1"):
         lost.settle(1)
 
 
@@ -235,7 +235,7 @@ def test_a_critic_that_sees_other_checkpoints_is_found_out(apart: Apart, tmp_pat
     (apart.checkpoints / "step-000001").mkdir()
     other = tmp_path / "other" / "step-000001"
     other.mkdir(parents=True)
-    with pytest.raises(DiskError, match=r"critic-counts\.npy elsewhere"):
+    with pytest.raises(DiskError, match=r"critic-counts\.npy to another folder"):
         link.write(other)
 
 

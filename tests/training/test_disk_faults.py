@@ -67,7 +67,7 @@ def counts(folder: Path) -> list[int]:
 async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(saving_module, "_RETRY_S", 0.0)
     steps, disk, wanted = 30, Disk(tmp_path / "checkpoints"), iter(range(100))
     async with World(tmp_path) as world:
         await world.dispatch(1, steps)
@@ -98,7 +98,7 @@ async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
 async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(saving_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(saving_module, "DISK_S", 0.3)
     tries: list[int] = []
     async with World(tmp_path) as world:
@@ -127,7 +127,7 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
 async def test_a_trainer_that_leaves_while_the_disk_fails_leaves_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving_module, "_AGAIN_S", 60.0)
+    monkeypatch.setattr(saving_module, "_RETRY_S", 60.0)
     async with World(tmp_path) as world:
         await world.dispatch(1, 3)
         schedule = Schedule(steps=5, lag=1, exact=True)

@@ -160,7 +160,10 @@ async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_th
     assert sorted(watched.given) == [4]
     assert watched.ratios[3] == 1
     assert watched.ratios[4] > 1
-    assert [what for what in group.asked if what.startswith("who has θ_")] == ["who has θ_1", "who has θ_2"]
+    assert [what for what in group.asked if what.startswith("the holders of θ_")] == [
+        "the holders of θ_1",
+        "the holders of θ_2",
+    ]
     assert watched.batches > 2
     assert [r.getMessage() for r in caplog.records if "older weights" in r.getMessage()] == [
         "step 3 has no older weights: its old policy is θ_2"

@@ -168,7 +168,7 @@ async def test_rounds_beside_the_others_come_about_whether_ranks_leave_or_not(se
         return [group.gather(np.array([group.rank, n]), what="the last words")[:, 0].tolist() for n in range(5)]
 
     async with gathering_ranks(3) as (groups, rounds):
-        ranks = [group.beside() for group in groups]
+        ranks = [group.background() for group in groups]
         assert await asyncio.gather(*(asyncio.to_thread(part, rank) for rank in ranks)) == [[[0, 1, 2]] * 5] * 3
         waiting = [asyncio.create_task(asyncio.to_thread(part, rank)) for rank in ranks[1:]]
         await asyncio.sleep(rng.uniform(0.0, 0.03))
@@ -183,7 +183,7 @@ async def test_rounds_beside_the_others_come_about_whether_ranks_leave_or_not(se
 
 
 async def test_a_round_beside_the_others_outlasts_their_first_and_the_first_outlasts_it() -> None:
-    service = GatherService(attempt=0, world=2, tell_s=3600)
+    service = GatherService(attempt=0, world=2, progress_s=3600)
 
     def give(number: int, *, rank: int) -> asyncio.Task[tuple[GatherReply, Sequence[bytes]]]:
         share = GatherCall(attempt=0, round=number, rank=rank, dtype="<i8", shape=[1])
@@ -200,7 +200,7 @@ async def test_a_round_beside_the_others_outlasts_their_first_and_the_first_outl
 
 async def test_a_rank_in_a_hurry_does_not_wait_long_for_one_that_is_dead() -> None:
     server, ranks = await two_ranks(lambda: 0, patience_s=3600)
-    beside = ranks[0].beside()
+    beside = ranks[0].background()
     waiting = asyncio.create_task(asyncio.to_thread(beside.gather, np.zeros(1), what="the last words"))
     await asyncio.sleep(0.3)
     ranks[0].leave()
@@ -234,7 +234,7 @@ async def test_what_goes_wrong_on_one_rank_is_raised_on_all() -> None:
 async def two_ranks(progress: Callable[[], int], *, patience_s: float = 1) -> tuple[RpcServer, list[HostProcessGroup]]:
     """Two ranks; rank 0's progress is asked for ten times a second."""
     server = RpcServer(name="trainer-0")
-    GatherService(attempt=0, world=2, progress=progress, tell_s=0.1).attach(server)
+    GatherService(attempt=0, world=2, progress=progress, progress_s=0.1).attach(server)
     address, loop = await server.start(), asyncio.get_running_loop()
     ranks = [
         HostProcessGroup(rank=rank, world=2, attempt=0, leader=lambda: address, loop=loop, patience_s=patience_s)

@@ -70,7 +70,7 @@ def test_torch_knows_the_layout(tmp_path: Path) -> None:
 def test_what_no_file_has_is_an_error_that_names_it(tmp_path: Path) -> None:
     write(tmp_path, tensor_of((5, 3)), 2)
     (tmp_path / "0.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no file has .* of 'w'"):
+    with pytest.raises(CheckpointError, match=r"no file contains .* of 'w'"):
         files(tmp_path).array("w", Box.whole((5, 3)))
 
 

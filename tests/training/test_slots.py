@@ -70,8 +70,8 @@ async def nothing() -> None:
     pass
 
 
-def prefetcher(queue: Queue, *, attend: Callable[[], Awaitable[None]] = nothing) -> SlotPrefetcher:
-    return SlotPrefetcher(queue, rank=1, settings=SETTINGS, meter=RankMeter(), attend=attend)  # type: ignore[arg-type]
+def prefetcher(queue: Queue, *, poll: Callable[[], Awaitable[None]] = nothing) -> SlotPrefetcher:
+    return SlotPrefetcher(queue, rank=1, settings=SETTINGS, meter=RankMeter(), poll=poll)  # type: ignore[arg-type]
 
 
 async def settled() -> None:
@@ -108,10 +108,10 @@ async def test_slots_are_asked_for_until_they_are_decided_also_by_a_queue_that_w
 async def test_a_trainer_reacts_while_it_waits_and_what_it_raises_ends_the_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loops, "_ATTEND_S", 0.001)
+    monkeypatch.setattr(loops, "_POLL_S", 0.001)
     queue, waited = Queue(), []
 
-    async def attend() -> None:
+    async def poll() -> None:
         waited.append(feed.waiting_for)
         if len(waited) == 3:
             raise PeerLost("it is told to leave")
@@ -120,7 +120,7 @@ async def test_a_trainer_reacts_while_it_waits_and_what_it_raises_ends_the_waiti
         await asyncio.Event().wait()
 
     queue.slot = undecided  # type: ignore[method-assign, assignment]
-    feed = prefetcher(queue, attend=attend)
+    feed = prefetcher(queue, poll=poll)
     with pytest.raises(PeerLost, match="told to leave"):
         async for _ in feed.slots(4, tokens=64):
             pass
@@ -130,15 +130,15 @@ async def test_a_trainer_reacts_while_it_waits_and_what_it_raises_ends_the_waiti
 
 
 async def test_a_trainer_reacts_between_two_slots() -> None:
-    attended = []
+    polled = []
 
-    async def attend() -> None:
-        attended.append(len(taken))
+    async def poll() -> None:
+        polled.append(len(taken))
 
     taken: list[FilledSlot] = []
-    async for filled in prefetcher(Queue(), attend=attend).slots(1, tokens=64):
+    async for filled in prefetcher(Queue(), poll=poll).slots(1, tokens=64):
         taken.append(filled)
-    assert attended == [1, 2]
+    assert polled == [1, 2]
 
 
 class Recorder:

@@ -248,7 +248,8 @@ async def test_leaving_without_a_controller_is_over_in_time_and_leaves_no_checkp
         async with asyncio.timeout(8):
             assert await running == 3
     assert (
-        "step 3 is not written, for the trainer leaves: trainer: the ledger was not on disk within 2 s" in caplog.text
+        "step 3 is not written, because the trainer leaves: trainer: the ledger was not on disk within 2 s"
+        in caplog.text
     )
     saved = Checkpoints(tmp_path / "checkpoints").latest()
     assert saved is not None

@@ -180,7 +180,9 @@ def models_of(backend: TorchBackend, what: str) -> Found:
     """The weights of policy and critic, whole."""
     assert backend._critic is not None
     critic = backend._critic.state()[CRITIC_FILE]
-    gathered = {one.name: backend._ranks.whole(one.tensor, one.shape) if one.cut else one.tensor for one in critic}
+    gathered = {
+        one.name: backend._ranks.full_tensor(one.tensor, one.shape) if one.sharded else one.tensor for one in critic
+    }
     return whole(backend, what) | {f"{what}/critic/{name}": t.numpy().copy() for name, t in gathered.items()}
 
 

@@ -297,7 +297,7 @@ async def _one_rank(told: dict[str, Any]) -> int:
     server = RpcServer(name="trainer")
     if told["world"] > 1:
         if told["rank"] == 0:
-            GatherService(attempt=attempt, world=told["world"], tell_s=1).attach(server)
+            GatherService(attempt=attempt, world=told["world"], progress_s=1).attach(server)
             draft = address.with_suffix(".draft")
             draft.write_text(await server.start())
             draft.rename(address)

@@ -1,1 +1,1 @@
-"""From rows of D_k to θ_k: packing, backends, the loops, checkpoints."""
+"""Training: from the rows of D_k to θ_k. Packing, backends, training loops and checkpoints."""

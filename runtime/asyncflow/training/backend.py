@@ -1,11 +1,11 @@
-"""Interface of every trainer backend. The loops know nothing else of it.
+"""The interface of all trainer backends. The training loops use nothing else of a backend.
 
-Invariant: the weights change in ``update`` and ``finish_step`` only, however many micro-batches come between; each
-turns the gradient of all micro-batches since the last change into one optimizer update, the same on every rank.
-``finish_step`` makes the last update of a step, so a state that ``snapshot`` takes after it has seen whole steps only.
+Invariants: the weights change only in ``update`` and ``finish_step``. Each of these calls turns the gradient of all
+micro-batches since the last change into one optimizer update, the same on every rank. ``finish_step`` makes the last
+update of a step, so a ``snapshot`` taken after it contains whole steps only.
 
-All methods block and are called from one thread, the compute thread, in the same order on every rank; but ``tensors``
-is called from another, while no ``load`` and no ``finish_step`` runs.
+All methods block. They are called from one thread, the compute thread, in the same order on every rank. The exception
+is ``tensors``, which is called from another thread while neither ``load`` nor ``finish_step`` runs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from asyncflow.weights.probe import WeightProbe
 from asyncflow.weights.sender import PublishedSlice, Tensors
 
 OPTIONS = "spec.trainer.backend.options"
-"""Field of a manifest with the backend's own options."""
+"""The manifest field with the backend's own options."""
 
 
 class TrainerBackend(ABC):
-    """One rank's model and optimizer.
+    """The model and the optimizer of one rank.
 
-    of_model: whether its tensors are those of the model in the folder, so that θ_0 has to lie there, and the last
-    weights can be exported as one. Options: the shape of its own options, each field with a default, so that they are
-    checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
-    the last ``finish_step``, once in each epoch; another thread may read it. slot_tokens: most tokens that a rank's
-    part of a slot should have, the same on all ranks; ``load`` may change it, and nothing does so afterwards.
-    spans: by which a back end may tell apart what it does in a micro-batch.
-    critic_link: calls of the critic where that is a role of its own, set before ``load``.
+    of_model: whether the backend trains the model in the model folder. If so, θ_0 must be in that folder, and the last
+        weights can be exported as a model folder.
+    Options: structure of the backend's own options, each field with a default, so that they are checked before any
+        process starts; None: only the backend itself can check them.
+    trained: samples whose gradient was added since the last ``finish_step``, counted once per epoch. Other threads may
+        read it.
+    slot_tokens: most tokens of a rank's part of a slot, the same on all ranks; it does not change after ``load``.
+    spans: recorder with which a backend may record the phases of a micro-batch.
+    critic_link: calls to the critic if it is a role of its own, set before ``load``.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
@@ -51,8 +53,8 @@ class TrainerBackend(ABC):
     critic_link: CriticLink | None = None
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
-        """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know, and for
-        ``settings.critic`` where it learns and has none.
+        """Prepare the backend. Raises ManifestError for unknown ``settings.options``, and for ``settings.critic`` if
+        the backend does not support a critic.
         """
         self.settings = settings
         self.group = group
@@ -60,35 +62,36 @@ class TrainerBackend(ABC):
 
     @classmethod
     def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
-        """Return the critic of this back end for a process of its own. folder: of the model; settings: for it.
+        """Return the critic of this backend for a separate process. folder: the model's; settings: the critic's.
 
-        Raises ManifestError where there is none, as by default.
+        Raises ManifestError if the backend does not support this, which is the default.
         """
-        what = f"{cls.__name__} has no critic in a process of its own"
-        raise ManifestError(what, where="spec.critic.role", hint="Leave it out, or take the back end torch")
+        what = f"{cls.__name__} does not support a critic in its own process"
+        raise ManifestError(what, where="spec.critic.role", hint="Leave it out, or use the backend torch")
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """Take θ_0 from the model folder, or the state of a ``snapshot`` that was written into ``checkpoint``.
+        """Load θ_0 from the model folder, or the state that a ``snapshot`` wrote into ``checkpoint``.
 
-        All ranks need ``folder``/config.json. What a rank sees of the weights and of the checkpoint (None where it sees
-        none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
+        All ranks need ``folder``/config.json. Rank 0 can read all files. Another rank may read the weights and the
+        checkpoint if it can access them (``checkpoint`` is None if it cannot). Raises CheckpointError if the files do
+        not fit the settings.
         """
 
     def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """Take the weights alone of a checkpoint, as ``load`` is given it: they are exported, and nothing is trained.
+        """Load only the weights of a checkpoint, in order to export them without training. Arguments as of ``load``.
 
-        By default ``load``.
+        By default this is ``load``.
         """
         self.load(folder, checkpoint=checkpoint)
 
     def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:  # noqa: ARG002
-        """Return ``batch`` with what the loss needs of its old policy, and the advantages that need all of a step.
+        """Return ``batch`` with the log-probs of the old policy and the advantages that need all samples of a step.
 
-        weights: the old policy's, as ``tensors`` gave them on this rank then; None: those before the updates of the
-        step, which are the weights as they are. Called on every rank: with its samples of a whole step, where that
-        makes several updates or the algorithm needs it, else with those of a slot, where the loss has the old policy
-        ``lagged``. By default nothing is needed.
+        weights: the old policy's weights, as ``tensors`` yielded them on this rank; None: the current weights, which
+        are those before the updates of the step. Called on every rank. If a step makes several updates or the algorithm
+        needs it, the batch holds the rank's samples of a whole step. If the loss has the old policy ``lagged``, it
+        holds the samples of a slot. By default the batch is returned unchanged.
         """
         return batch
 
@@ -96,15 +99,16 @@ class TrainerBackend(ABC):
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
         """Add the unnormalised gradient of ``batch``, which may be empty.
 
-        ``version``: packed, of the weights as they are now; samples made by it measure engine against trainer. None:
-        the weights are between two versions.
+        version: packed version of the current weights; samples generated by it are used to compare engine and trainer.
+        None: the weights are between two versions.
         """
 
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Measure the engine against the trainer on samples that older ``weights`` made, as part of this step.
+        """Compare engine and trainer on samples that older ``weights`` generated, as part of this step.
 
-        weights: as ``tensors`` gave them on this rank then. Called on every rank for the same weights, with a batch
-        that may be empty. Changes no weights and no gradient. By default nothing is measured.
+        weights: the tensors of that version, as ``tensors`` yielded them on this rank. Called on every rank for the
+        same weights, with a batch that may be empty. Changes neither weights nor gradient. By default nothing is
+        measured.
         """
 
     @abstractmethod
@@ -113,47 +117,47 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def finish_step(self, step: int) -> dict[str, float]:
-        """Make the last update of a step, which is θ_step then, and return its metrics, equal on every rank.
+        """Make the last update of a step, which produces θ_step, and return its metrics, equal on every rank.
 
-        Normalised over all ranks and the micro-batches since the last update. ``skipped`` among the metrics is 1 where
-        no update of the step had a finite gradient, and the weights stayed as they were. Raises Diverged on every rank
-        when that goes on.
+        The gradient is normalised over all ranks and all micro-batches since the last update. The metric ``skipped`` is
+        1 if no update of the step had a finite gradient and the weights did not change. Raises Diverged on every rank
+        if this repeats.
         """
 
     @abstractmethod
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | PublishedSlice]]:
-        """Yield the weights by name, as views where possible: valid until the next ``finish_step``.
+        """Yield the weights by name, as views if possible, which are valid until the next ``finish_step``.
 
-        Of a tensor that is cut over the ranks each yields its slice; any other is the same on all ranks. dtype: what
-        weights that are floating-point numbers are rounded to; bfloat16 is given by its uint16 bits.
+        Each rank yields its slice of a sharded tensor; any other tensor is the same on all ranks. dtype: dtype to which
+        floating-point weights are rounded; bfloat16 is returned as uint16 bits.
         """
 
     def probe(self) -> WeightProbe | None:
-        """Return a probe of the weights as they are now, with which a process that loads them compares itself.
+        """Return a probe of the current weights, which a process that loads them uses to verify its own log-probs.
 
-        Collective. None, by default: the backend's tensors are not those of a model.
+        Collective. None, by default: the backend's tensors are not a model's.
         """
         return None
 
     def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield whole tensors, one after another, of which each rank has what ``tensors`` gave it; collective.
+        """Yield full tensors, gathered from the parts in ``tensors`` of all ranks. Collective.
 
-        For what rank 0 has to write alone. By default nothing is cut.
+        Used if rank 0 must write everything. By default no tensor is sharded.
         """
-        for name, given in tensors.items():
-            yield name, given.array if isinstance(given, PublishedSlice) else given
+        for name, tensor in tensors.items():
+            yield name, tensor.array if isinstance(tensor, PublishedSlice) else tensor
 
     @abstractmethod
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
-        """Return the function that writes the state as it is now, this rank's part of it, into its own empty folder.
+        """Return a function that writes this rank's part of the current state into the rank's own empty folder.
 
-        Weights, optimizer and generators: ``load`` continues bit for bit with as many ranks, and up to rounding with
-        more or fewer. shared: whether the ranks' folders will be seen by all. Then the state has been copied, and the
-        function may run in another thread while training goes on. Otherwise only rank 0's folder exists and rank 0
-        writes all: the function is collective, and called in the compute thread before anything changes. It raises
-        OSError or DiskError where the disk fails.
+        The state consists of weights, optimizer and generators. ``load`` continues bit for bit with the same number of
+        ranks, and up to rounding with another number. shared: whether all ranks can read the folders. If so, the state
+        has been copied, and the function may run in another thread during training. Otherwise only rank 0 has a folder
+        and writes everything: the function is collective and must be called in the compute thread before the state
+        changes. It raises OSError or DiskError if the disk fails.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the collectives and free what is held."""
+        """Leave the collectives and release all resources."""

@@ -1,7 +1,7 @@
-"""One rank's part of a slot: whole samples with everything that a gradient needs.
+"""One rank's part of a slot: whole samples with all data that a gradient needs.
 
-Invariant: response, log-probs, versions and loss mask of a sample have one entry for each response token; a batch where
-they do not is refused and names the sample.
+Invariant: log-probs, versions and loss mask of a sample have one entry per response token; any other batch is refused
+with an error that names the sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward")
-"""Columns that a trainer fetches of each row, beside what the driver decides: ``advantage`` or ``outcome``."""
+"""Columns that a trainer fetches for each row, in addition to the driver's column ``advantage`` or ``outcome``."""
 
 
 _KNOWN = (*COLUMNS, "advantage", OUTCOME, LOSS_MASK, REF_LOGPROBS)
@@ -29,14 +29,20 @@ _KNOWN = (*COLUMNS, "advantage", OUTCOME, LOSS_MASK, REF_LOGPROBS)
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64.
+    """n samples with their columns.
 
-    advantages: one a sample, [n]; token_advantages: one a response token, which count instead where they are there. A
-    batch without either has outcomes [n], the rewards that a back end makes advantages of. ``loss_mask`` may be None:
-    then every response token counts. rewards [n] are only reported. old, values, returns: the old policy's log-probs,
-    the critic's values and the estimated returns of the response tokens, which a back end computed before the updates
-    of a step; None where it did not. reference: the log-probs of θ_0, where a role of their own computed them, else
-    None. extra: columns that users' tasks wrote, by name.
+    prompts, responses: token ids.
+    logprobs: the engine's log-probs, float.
+    versions: packed version of each response token, int64.
+    advantages: one per sample, [n].
+    token_advantages: one per response token; used in place of ``advantages`` if present.
+    outcomes: rewards from which a backend computes advantages, [n], for a batch without the two fields above.
+    loss_mask: whether each response token counts in the loss; None if all count.
+    rewards: rewards, [n], for reports only.
+    old, values, returns: log-probs of the old policy, values of the critic and estimated returns of the response
+        tokens, if a backend has computed them before the updates of a step; otherwise None.
+    reference: log-probs under θ_0, if a separate role has computed them; otherwise None.
+    extra: columns of users' tasks, by name.
     """
 
     keys: Sequence[SampleKey]
@@ -57,7 +63,7 @@ class MicroBatch:
 
     @classmethod
     def empty(cls) -> MicroBatch:
-        """Return the batch of a rank that has no part in a slot."""
+        """Return the batch of a rank that has no samples in a slot."""
         ids = Jagged.from_rows([], "int32")
         return cls(
             keys=(),
@@ -71,16 +77,15 @@ class MicroBatch:
 
     @classmethod
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
-        """Build it from fetched columns, in the order of ``keys``.
+        """Build a batch from fetched columns, in the order of ``keys``.
 
-        The cells of ``advantage`` have one entry each, or some of them one for each response token, or for each turn
-        of the model, of which there are fewer. Raises ProtocolError where the columns disagree, or a reward is not
-        finite.
+        Each cell of ``advantage`` has one entry, or one entry per response token, or one per turn of the model. Raises
+        ProtocolError if the columns contradict each other, or if a reward is not finite.
         """
         responses, advantage = columns["response_ids"], columns.get("advantage")
         expected = dict.fromkeys(("logprobs", "versions", LOSS_MASK, REF_LOGPROBS), responses)
-        if of_tokens := advantage is not None and bool((advantage.lengths != 1).any()):
-            columns = {**columns, "advantage": _of_tokens(advantage, responses, columns.get(LOSS_MASK))}
+        if by_token := advantage is not None and bool((advantage.lengths != 1).any()):
+            columns = {**columns, "advantage": _by_token(advantage, responses, columns.get(LOSS_MASK))}
             expected["advantage"] = responses
         for name, column in columns.items():
             if len(column) != len(keys):
@@ -90,24 +95,24 @@ class MicroBatch:
                 lengths = np.ones(len(keys), dtype=np.int64)
             if lengths is None:
                 continue
-            wrong = np.flatnonzero(column.lengths != lengths)
-            if len(wrong):
+            mismatched = np.flatnonzero(column.lengths != lengths)
+            if len(mismatched):
                 raise ProtocolError(
-                    f"sample {tuple(keys[wrong[0]])}: {name} has {len(column.row(int(wrong[0])))} entries, "
-                    f"not {lengths[wrong[0]]}",
+                    f"sample {tuple(keys[mismatched[0]])}: {name} has "
+                    f"{len(column.row(int(mismatched[0])))} entries, not {lengths[mismatched[0]]}",
                     where="trainer",
                 )
         rewards = _numbers(columns.get("reward"))
-        if rewards is not None and len(odd := np.flatnonzero(~np.isfinite(rewards))):
-            raise ProtocolError(f"sample {tuple(keys[odd[0]])}: reward is {rewards[odd[0]]}", where="trainer")
+        if rewards is not None and len(invalid := np.flatnonzero(~np.isfinite(rewards))):
+            raise ProtocolError(f"sample {tuple(keys[invalid[0]])}: reward is {rewards[invalid[0]]}", where="trainer")
         return cls(
             keys=keys,
             prompts=columns["prompt_ids"],
             responses=responses,
             logprobs=columns["logprobs"],
             versions=columns["versions"],
-            advantages=None if of_tokens else _numbers(columns.get("advantage")),
-            token_advantages=columns["advantage"] if of_tokens else None,
+            advantages=None if by_token else _numbers(columns.get("advantage")),
+            token_advantages=columns["advantage"] if by_token else None,
             outcomes=_numbers(columns.get(OUTCOME)),
             loss_mask=columns.get(LOSS_MASK),
             rewards=rewards,
@@ -117,16 +122,16 @@ class MicroBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[MicroBatch]) -> MicroBatch:
-        """Return the samples of all ``batches`` as one, in the order of their keys."""
-        some = [batch for batch in batches if len(batch)]
-        if not some:
+        """Return the samples of all ``batches`` as one batch, sorted by key."""
+        filled = [batch for batch in batches if len(batch)]
+        if not filled:
             return cls.empty()
-        if any(batch.token_advantages is not None for batch in some):
-            some = [replace(batch.credited(batch.credit()), advantages=None) for batch in some]
+        if any(batch.token_advantages is not None for batch in filled):
+            filled = [replace(batch.with_advantages(batch.credit()), advantages=None) for batch in filled]
         whole = cls(
-            keys=[key for batch in some for key in batch.keys],
-            **{name: _joined([getattr(batch, name) for batch in some]) for name in _PARTS},
-            extra={name: _joined([batch.extra[name] for batch in some]) for name in some[0].extra},
+            keys=[key for batch in filled for key in batch.keys],
+            **{name: _joined([getattr(batch, name) for batch in filled]) for name in _PARTS},
+            extra={name: _joined([batch.extra[name] for batch in filled]) for name in filled[0].extra},
         )
         return whole.take(sorted(range(len(whole)), key=whole.keys.__getitem__))
 
@@ -134,43 +139,43 @@ class MicroBatch:
         return len(self.keys)
 
     def counted(self) -> NDArray[np.bool_]:
-        """Return which response tokens count in the loss, bool[N]."""
+        """Return whether each response token counts in the loss, bool[N]."""
         if self.loss_mask is None:
             return np.ones(len(self.responses.values), np.bool_)
         return np.asarray(self.loss_mask.values, dtype=np.bool_)
 
     def loss_lengths(self) -> NDArray[np.int64]:
-        """Return how many tokens of each response count in the loss, [n]."""
+        """Return the number of tokens of each response that count in the loss, [n]."""
         counted = np.r_[0, np.cumsum(self.counted(), dtype=np.int64)]
         return np.diff(counted[self.responses.offsets])
 
     def credit(self) -> NDArray[np.float32]:
         """Return the advantage of each response token, [N]: its own, or its sample's.
 
-        Raises ProtocolError where there is neither.
+        Raises ProtocolError if the batch has neither.
         """
         if self.token_advantages is not None:
             return np.asarray(self.token_advantages.values, dtype=np.float32)
         return np.repeat(self.by_sample(), self.responses.lengths)
 
-    def credited(self, advantages: NDArray[np.float32]) -> MicroBatch:
-        """Return the samples with the advantage of each response token, [N]."""
+    def with_advantages(self, advantages: NDArray[np.float32]) -> MicroBatch:
+        """Return the samples with ``advantages`` [N] as the advantages of the response tokens."""
         return replace(self, token_advantages=Jagged(advantages, self.responses.offsets))
 
     def earned(self) -> NDArray[np.float32]:
-        """Return the outcomes, [n]. Raises ProtocolError where there are none."""
+        """Return the outcomes, [n]. Raises ProtocolError if there are none."""
         if self.outcomes is None:
             raise ProtocolError("the samples have no outcomes", where="trainer")
         return self.outcomes
 
     def by_sample(self) -> NDArray[np.float32]:
-        """Return the advantages, [n]. Raises ProtocolError where samples have none as a whole."""
+        """Return the advantages, [n]. Raises ProtocolError if the samples have no advantages of their own."""
         if self.advantages is None:
             raise ProtocolError("the samples have no advantages", where="trainer")
         return self.advantages
 
-    def strongest(self) -> NDArray[np.float32]:
-        """Return the largest |advantage| among the tokens of each sample that count, [n]; inf where it is not known."""
+    def largest_advantages(self) -> NDArray[np.float32]:
+        """Return the largest |advantage| among the counted tokens of each sample, [n]; inf if unknown."""
         if self.token_advantages is None:
             return np.full(len(self), np.inf, np.float32) if self.advantages is None else np.abs(self.advantages)
         found = np.zeros(len(self), np.float32)
@@ -179,23 +184,23 @@ class MicroBatch:
         return found
 
     def pairs(self) -> NDArray[np.int64]:
-        """Return the number of the pair of each sample, [n]: those of a group with the same |advantage| are one."""
+        """Return the pair number of each sample, [n]: samples of a group with the same |advantage| are a pair."""
         named = np.column_stack([[key.serial for key in self.keys], np.abs(self.by_sample())]).reshape(-1, 2)
         numbers: NDArray[np.int64] = np.unique(named, axis=0, return_inverse=True)[1].reshape(-1)
         return numbers
 
     def makers(self) -> NDArray[np.int64]:
-        """Return the packed version that made all tokens of each sample, [n]; -1 where there is no such one."""
+        """Return the packed version that generated all tokens of each sample, [n]; -1 if there were several or none."""
         starts, lengths = self.versions.offsets[:-1], self.responses.lengths
         makers = np.full(len(self), -1, dtype=np.int64)
-        some = lengths > 0
-        makers[some] = self.versions.values[starts[some]]
+        nonempty = lengths > 0
+        makers[nonempty] = self.versions.values[starts[nonempty]]
         other = np.r_[0, np.cumsum(self.versions.values != np.repeat(makers, lengths))]
         makers[np.diff(other[self.versions.offsets]) > 0] = -1
         return makers
 
     def take(self, indices: Sequence[int]) -> MicroBatch:
-        """Return the samples at ``indices`` alone."""
+        """Return only the samples at ``indices``."""
         keys = [self.keys[index] for index in indices]
         extra = {name: column.take(indices) for name, column in self.extra.items()}
         return MicroBatch(keys=keys, **{name: _taken(getattr(self, name), indices) for name in _PARTS}, extra=extra)
@@ -208,10 +213,10 @@ def _numbers(column: Jagged | None) -> NDArray[np.float32] | None:
     return None if column is None else np.asarray(column.values, dtype=np.float32)
 
 
-def _of_tokens(advantage: Jagged, responses: Jagged, loss_mask: Jagged | None) -> Jagged:
-    """Return ``advantage`` with an entry for each response token in the place of one for all of them, or for a turn.
+def _by_token(advantage: Jagged, responses: Jagged, loss_mask: Jagged | None) -> Jagged:
+    """Return ``advantage`` with one entry per response token, expanding cells with one entry per sample or per turn.
 
-    Cells that are neither are left as they are, and so are refused.
+    Cells of any other length are unchanged, so that the caller refuses them.
     """
     if len(advantage) != len(responses) or (loss_mask is not None and len(loss_mask) != len(responses)):
         return advantage
@@ -228,14 +233,14 @@ def _of_tokens(advantage: Jagged, responses: Jagged, loss_mask: Jagged | None) -
 
 
 def _turn_of_token(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return which turn of the model each token is of, int64[length]; those of an observation go with that before."""
+    """Return the model's turn of each token, int64[length]; an observation belongs to the turn before it."""
     begins = chosen & ~np.r_[False, chosen[:-1]]
     turns: NDArray[np.int64] = np.maximum(np.cumsum(begins, dtype=np.int64) - 1, 0)
     return turns
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return a field of several batches as one."""
+    """Return one field of several batches, concatenated."""
     if isinstance(parts[0], Jagged):
         return Jagged.gather([(part, 0, len(part)) for part in parts])
     return None if parts[0] is None else np.concatenate(parts)

@@ -1,23 +1,23 @@
-"""Checkpoints: folders that exist whole or not at all, and the one with the best evaluation, which stays.
+"""Checkpoints: folders that are complete or ignored, and the checkpoint with the best evaluation, which is kept.
 
     checkpoints/attempt                  the newest attempt that may write here
-    checkpoints/step-000010/...          what the backend saved, and earlier versions that are still needed
-    checkpoints/step-000010/rank-0001/...   of a gang: what its other ranks saved
+    checkpoints/step-000010/...          files of the backend, and earlier versions that are still needed
+    checkpoints/step-000010/rank-0001/...   files of the other ranks of a gang
     checkpoints/step-000010/manifest.json   written last, by rank 0
-    checkpoints/best.json                step, figure and value; step 0 is the model that the run began with
+    checkpoints/best.json                step, figure and value; step 0 is the model at the start of the run
 
-Files are written into a temporary folder and synced, the folder takes its name, and then ``manifest.json`` is renamed
-into it. The ranks of a gang that see one folder write, sync and digest their own files; where they do not, rank 0
-writes all of them. The driver evaluates and says which version is the best that it knows, and up to which step all
-evaluations are decided (``Directives``); the trainer has a checkpoint of each version that is evaluated, and writes
-down in ``best.json`` which of them is the best.
+Files are written into a temporary folder and synced, the folder is renamed, and then ``manifest.json`` is renamed into
+it. If the ranks of a gang share the folder, each writes, syncs and digests its own files; otherwise rank 0 writes all
+of them. The driver evaluates, and its ``Directives`` contain the best version that it knows and the step up to which
+all evaluations are decided. The trainer has a checkpoint of each evaluated version, and records the best of them in
+``best.json``.
 
-Invariants: that last rename is the commit point. A folder without a manifest is nothing, whatever is in it; one with a
-manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none. A write
-that failed, on whatever rank, has failed on all of them and committed nothing, and may be tried again. What is the best
-was evaluated and has a complete checkpoint, unless it is θ_0; a checkpoint whose evaluation is not decided stays. The
-record of the best outlives trainer and driver: a driver that has forgotten evaluations of the one before it replaces
-the best only by a better one.
+Invariants: the last rename is the commit point. A folder without a manifest is not a checkpoint, whatever it contains;
+a folder with a manifest has files of exactly the listed sizes and digests. A trainer of an older attempt writes no
+checkpoint. A write that fails on one rank fails on all ranks, commits nothing, and may be retried. The best version was
+evaluated and has a complete checkpoint, unless it is θ_0. A checkpoint whose evaluation is not decided is kept. The
+record of the best survives restarts of trainer and driver: a restarted driver that has lost earlier evaluations
+replaces the best only by a better one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BEST = "best.json"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint: path within it, bytes, digest."""
+    """One file of a checkpoint: its relative path, size in bytes, and digest."""
 
     path: str
     size: int
@@ -61,8 +61,8 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Manifest of a checkpoint.
 
-    step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
-    earlier versions in it, oldest first; saved_at: unix time.
+    step: its weights are θ_step, from trainer ``attempt``; samples: number trained in steps 1..step; carried: steps of
+    the earlier versions in it, oldest first; saved_at: unix time.
     """
 
     attempt: int
@@ -75,16 +75,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A complete checkpoint: where it is, and its manifest."""
+    """A complete checkpoint: its folder and its manifest."""
 
     folder: Path
     manifest: CheckpointManifest
 
     def verify(self, *, read: Callable[[int], None] = lambda _: None, rank: int = 0, world: int = 1) -> None:
-        """Read everything, or one of ``world`` ranks' share of the files, and compare.
+        """Verify all files, or one rank's share of the files among ``world`` ranks, against the manifest.
 
-        read: called with how many more bytes were read. Raises CheckpointError at the first file that is not as it was
-        written.
+        read: called with the number of bytes read each time. Raises CheckpointError at the first file that has changed.
         """
         for file in self.manifest.files[rank::world]:
             path = self.folder / file.path
@@ -92,17 +91,17 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 raise CheckpointError(
                     f"{file.path} is missing or not as it was written ({file.size} bytes)",
                     where=str(self.folder),
-                    hint="The disk lost or changed it. Move this folder away to resume from an older checkpoint.",
+                    hint="The disk has lost or changed it. Move this folder away to resume from an older checkpoint.",
                 )
 
 
 class Checkpoints:
     """The checkpoints of one job in ``folder``.
 
-    group: the ranks that write together: each calls ``claim`` and ``write`` at the same point; this process alone until
-    it is set. shared: whether all of them see the folder of rank 0, known once it is claimed.
+    group: the ranks that write together; each calls ``claim`` and ``write`` at the same point. The default is this
+    process alone. shared: whether all ranks can access the folder of rank 0, known after ``claim``.
 
-    The newest ``keep`` stay, and those that ``also`` names out of the steps of all.
+    The newest ``keep`` checkpoints are kept, and those that ``also`` selects from the steps of all checkpoints.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, also: Callable[[list[int]], set[int]] | None = None) -> None:
@@ -115,7 +114,7 @@ class Checkpoints:
         self._draft: Path | None = None
 
     def progress(self) -> int:
-        """Return a number that changes while a checkpoint is written or read; for another thread, it may block."""
+        """Return a number that changes while a checkpoint is written or read; for another thread, may block."""
         draft, written = self._draft, 0
         if draft is not None:
             with contextlib.suppress(OSError):
@@ -123,13 +122,13 @@ class Checkpoints:
         return self._handled + written
 
     def handled(self, bytes_: int) -> None:
-        """Note that so many bytes more were synced or read."""
+        """Record that ``bytes_`` more bytes were synced or read."""
         self._handled += bytes_
 
     def claim(self, attempt: int) -> None:
-        """Shut out all older attempts, and find out whether all ranks see the folder.
+        """Fence all older attempts, and determine whether all ranks can access the folder.
 
-        Raises Fenced if a newer attempt is already here, DiskError where rank 0 cannot write.
+        Raises Fenced if a newer attempt has claimed the folder, DiskError if rank 0 cannot write.
         """
         with jointly(self.group, what="claiming the checkpoints"):
             if self.group.rank == 0:
@@ -142,24 +141,24 @@ class Checkpoints:
         seen = False
         with contextlib.suppress(OSError):
             seen = self.newest_attempt() == attempt
-        self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
+        self.shared = bool(self.group.gather(np.array([seen]), what="access to the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
-        """Return the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
+        """Return the complete checkpoint of the highest step, or None; incomplete folders are ignored."""
         complete = self._complete()
         return complete[-1] if complete else None
 
     def at(self, step: int) -> Checkpoint:
-        """Return the complete checkpoint of ``step``. Raises DiskError where it cannot be read."""
+        """Return the complete checkpoint of ``step``. Raises DiskError if it cannot be read."""
         return _read(_folder(self.folder, step) / MANIFEST)
 
     def write(self, manifest: CheckpointManifest, *fill: Callable[[Path], None]) -> Checkpoint:
-        """Write what each of ``fill`` puts into the folder that it is given, and commit it; blocks until it is on disk.
+        """Write a checkpoint with the functions ``fill``, and commit it; blocks until it is on disk.
 
-        No rank begins the next of them, which may be collective, before all have done the last. The folder is empty and
-        this rank's own; where the ranks see no common folder, only rank 0's exists. ``manifest.files`` and ``saved_at``
-        are filled in here. Raises Fenced for an attempt that has been replaced, and DiskError, with nothing committed
-        and nothing left behind, when a disk is full or not writable.
+        Each function writes into the folder that it receives, which is empty and this rank's own; if the ranks share no
+        folder, only rank 0's exists. A function may be collective: no rank starts one before all have finished the
+        previous one. Fills in ``manifest.files`` and ``saved_at``. Raises Fenced for an attempt that has been replaced,
+        and DiskError if a disk is full or not writable; then nothing is committed and no files remain.
         """
         final, group = _folder(self.folder, manifest.step), self.group
         process = group.gather(np.array([os.getpid()]), what="the checkpoint's draft")[0, 0]
@@ -177,14 +176,14 @@ class Checkpoints:
             with self._writing(final, what="the ranks' folders"):
                 if writes:
                     own.mkdir(exist_ok=True)
-            for put in fill:
+            for write_files in fill:
                 with self._writing(final, what="the checkpoint's files"):
-                    put(own)
+                    write_files(own)
             with self._writing(final, what="the sync of the checkpoint's files"):
                 if writes:
                     files = _stored(draft, own, self.handled)
-            told = gather_bytes(group, msgspec.json.encode(files), what="the checkpoint's files")
-            files = [file for part in told for file in msgspec.json.decode(part, type=list[StoredFile])]
+            gathered = gather_bytes(group, msgspec.json.encode(files), what="the checkpoint's files")
+            files = [file for part in gathered for file in msgspec.json.decode(part, type=list[StoredFile])]
             manifest = msgspec.structs.replace(manifest, files=files, saved_at=time.time())
             with self._writing(final, what="the checkpoint's commit"):
                 if group.rank == 0:
@@ -195,12 +194,12 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
         if group.rank == 0:
             self.prune(manifest.attempt)
-            log.info("checkpoint of step %d in %s", manifest.step, final)
+            log.info("checkpoint of step %d written to %s", manifest.step, final)
         return Checkpoint(final, manifest)
 
     @contextlib.contextmanager
     def _writing(self, final: Path, *, what: str) -> Iterator[None]:
-        """Raise on every rank what goes wrong on one, an OSError as a DiskError."""
+        """Raise the error of any rank on all ranks, an OSError as a DiskError."""
         with jointly(self.group, what=what):
             try:
                 yield
@@ -220,7 +219,7 @@ class Checkpoints:
             raise
 
     def newest_attempt(self) -> int | None:
-        """Return the newest attempt that has claimed the folder, None where none has."""
+        """Return the newest attempt that has claimed the folder, or None."""
         try:
             return int((self.folder / _ATTEMPT).read_text())
         except FileNotFoundError:
@@ -236,7 +235,7 @@ class Checkpoints:
         return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
 
     def _replace(self, final: Path, draft: Path) -> None:
-        """Rename ``draft`` to its name; what an older attempt left there is undone first, manifest before files."""
+        """Rename ``draft`` to ``final``, after removing the folder of an older attempt, its manifest first."""
         (final / MANIFEST).unlink(missing_ok=True)
         if final.exists():
             sync(final)
@@ -244,18 +243,18 @@ class Checkpoints:
         draft.rename(final)
 
     def _undo(self, final: Path, *, attempt: int) -> None:
-        """Remove a folder of this attempt whose manifest may have got its name, manifest before files."""
+        """Remove a folder of this attempt whose manifest may have been renamed already, its manifest first."""
         with contextlib.suppress(OSError, Fenced):
             self._check(attempt)
             (final / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(final)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order."""
+        """Return the steps of the complete checkpoints in ascending order."""
         return [each.manifest.step for each in self._complete()]
 
     def prune(self, attempt: int) -> None:
-        """Remove what is not kept, and what is none; what cannot be removed now is when the next one is written."""
+        """Remove checkpoints that are not kept, and incomplete folders; after an error the next call tries again."""
         try:
             self._check(attempt)
             complete = self._complete()
@@ -279,12 +278,12 @@ def _read(path: Path) -> Checkpoint:
         manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
     except OSError as error:
         raise DiskError(f"the manifest cannot be read: {error}", where=str(path)) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"the manifest cannot be read: {wrong}",
+            f"the manifest cannot be read: {error}",
             where=str(path),
             hint="Move this folder away to resume from an older checkpoint.",
-        ) from wrong
+        ) from error
     if manifest.format != _FORMAT:
         raise CheckpointError(
             f"format {manifest.format} is not {_FORMAT}",
@@ -295,9 +294,9 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
-    """Sync everything in ``folder`` but what other ranks write there; return its files by paths in ``draft``.
+    """Sync all files in ``folder`` except the folders of other ranks; return them with paths relative to ``draft``.
 
-    handled: called with bytes that were synced or read.
+    handled: called with the number of bytes synced or read each time.
     """
     found = [path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith(_RANK)]
     files = sorted(path for path in found if path.is_file())
@@ -330,10 +329,10 @@ def _unwritable(path: Path, error: OSError) -> DiskError:
 
 
 class BestCheckpoints:
-    """Decides which checkpoints stay for their evaluations. ``best``: the best so far, None before there is one.
+    """Decides which checkpoints are kept because of their evaluations. ``best``: the best so far, or None.
 
-    by: name of the figure that is compared; evaluates: returns whether θ_step is evaluated; directives: the driver's
-    latest.
+    by: name of the compared figure; evaluates: returns whether θ_step is evaluated; directives: returns the driver's
+    latest directives.
     """
 
     def __init__(
@@ -347,37 +346,37 @@ class BestCheckpoints:
         self.best = found if found is not None and found.by == by else None
 
     def keeps(self, steps: Collection[int]) -> set[int]:
-        """Return which steps of complete checkpoints stay. Raises OSError where the best cannot be written down."""
+        """Return the steps of complete checkpoints to keep. Raises OSError if the best cannot be recorded."""
         directives = self._directives()
-        told, known = directives.best, {0, *steps}
+        candidate, known = directives.best, {0, *steps}
         if self.best is not None and self.best.step not in known:
-            log.warning("the checkpoint of θ_%d, the best so far, is not there any more", self.best.step)
+            log.warning("the checkpoint of θ_%d, the best so far, no longer exists", self.best.step)
             self.best = None
-        better = told is not None and (self.best is None or told.value > self.best.value)
-        if told is not None and better and told.by == self._by and told.step in known:
-            write_whole(self._folder / BEST, msgspec.json.format(msgspec.json.encode(told), indent=1))
-            self.best = told
-            log.info("θ_%d is the best so far: %s %.4g", told.step, told.by, told.value)
+        better = candidate is not None and (self.best is None or candidate.value > self.best.value)
+        if candidate is not None and better and candidate.by == self._by and candidate.step in known:
+            write_whole(self._folder / BEST, msgspec.json.format(msgspec.json.encode(candidate), indent=1))
+            self.best = candidate
+            log.info("θ_%d is the best so far: %s %.4g", candidate.step, candidate.by, candidate.value)
         undecided = {step for step in steps if step > directives.judged and self._evaluates(step)}
         return undecided | ({self.best.step} if self.best is not None else set())
 
 
 def read_best(folder: Path) -> Best | None:
-    """Return what was written down in the folder of the checkpoints; None where that is nothing, or not readable."""
+    """Return the best version recorded in the folder of the checkpoints; None if there is none or it is unreadable."""
     file = folder / BEST
     try:
         return msgspec.json.decode(file.read_bytes(), type=Best)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("%s cannot be read, the best checkpoint is not known: %s", file, error)
+        log.warning("%s cannot be read, so the best checkpoint is unknown: %s", file, error)
         return None
 
 
 def find_checkpoint(checkpoints: Checkpoints, which: str) -> tuple[int, Checkpoint | None]:
-    """Return the step that is meant by ``newest``, ``best`` or a number, and its checkpoint, None for θ_0.
+    """Return the step that ``newest``, ``best`` or a number refers to, and its checkpoint, None for θ_0.
 
-    Raises ManifestError where there is none, CheckpointError where it cannot be read.
+    Raises ManifestError if there is none, CheckpointError if it cannot be read.
     """
     where, steps = str(checkpoints.folder), checkpoints.steps()
     if which == "newest":
@@ -391,9 +390,9 @@ def find_checkpoint(checkpoints: Checkpoints, which: str) -> tuple[int, Checkpoi
         return step, checkpoints.at(step)
     if step == 0:
         return step, None
-    hint = "Give another run, or step 0, the model that it began with"
+    hint = "Give another run, or step 0, the model at the start of the run"
     if steps:
-        hint = f"Give newest, or a step of which there is one: {', '.join(map(str, steps))}"
+        hint = f"Give newest, or a step that has a checkpoint: {', '.join(map(str, steps))}"
     if which == "best":
         what = "no checkpoint is known to be the best: only a run with storage.checkpoints.keepBest says so"
         raise ManifestError(what, where=where, hint=hint)

@@ -1,14 +1,14 @@
-"""The counting trainer: its weights say how often each sample was trained.
+"""The counting trainer, for tests: its weights count how often each sample was trained.
 
-The tensor ``counts``, int64[N], is indexed by serial * group_size + sample, and every step adds one for each sample of
-D_k. It goes through the real packing of slots, checkpoints, publications and restores, and is so a witness of
-exactly-once training that is independent of the ledger. A second tensor, ``moving``, changes in every element at every
-step, as the weights of a model do, so that whole versions travel.
+The tensor ``counts``, int64[N], is indexed by serial * group_size + sample; every step adds one for each sample of D_k.
+It passes through the real packing of slots, checkpoints, publications and restores. So it verifies exactly-once
+training independently of the ledger. Every element of a second tensor, ``moving``, changes at every step, as the
+weights of a model do, so that whole versions are transferred.
 
-A critic of its own (``apart``) counts what it learns in the same way, into a file of its own.
+A separate critic (``apart``) counts the samples that it learns from in the same way, in its own file.
 
-Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, times the epochs of
-each, in the weights that survived.
+Invariant: after step k the entry of a sample is the number of steps up to k whose D_k contained it, times the epochs of
+each, among the steps that are part of the weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """capacity: N; moving: elements of the second tensor, int64; sleep_s, sample_s, token_s, step_s: seconds that a
-    micro-batch takes, each of its samples and each of their tokens, prompts included, and an optimizer step.
+    """capacity: N; moving: elements of the second tensor, int64; sleep_s, sample_s, token_s, step_s: simulated seconds
+    per micro-batch, per sample, per token (including prompts), and per optimizer step.
     """
 
     capacity: Annotated[int, msgspec.Meta(ge=1)] = 65_536
@@ -54,12 +54,12 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
     step_s: _Seconds = 0.0
 
     def micro_batch_s(self, *, samples: int, tokens: int) -> float:
-        """Return the seconds that a micro-batch takes."""
+        """Return the simulated duration of a micro-batch in seconds."""
         return self.sleep_s + self.sample_s * samples + self.token_s * tokens
 
 
 class CountingBackend(TrainerBackend):
-    """Adds one for each trained sample; needs no model and no torch."""
+    """Adds one for each trained sample; needs neither a model nor torch."""
 
     Options = CountingOptions
     of_model = False
@@ -70,10 +70,10 @@ class CountingBackend(TrainerBackend):
         self._counts = np.zeros(options.capacity, dtype=np.int64)
         self._pending = np.zeros_like(self._counts)
         self._moving = options.moving
-        self._takes = options
+        self._durations = options
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
-        """Take the counts of ``checkpoint``, or zeros; the model folder is not looked at."""
+        """Load the counts of ``checkpoint``, or zeros; the model folder is not read."""
         first = self.group.rank == 0
         counts = np.zeros_like(self._counts)
         if checkpoint is not None and first:
@@ -89,23 +89,23 @@ class CountingBackend(TrainerBackend):
         return CountingCritic(settings)
 
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:  # noqa: ARG002
-        """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
+        """Add one for each sample of ``batch``. Raises ManifestError for an index beyond the capacity."""
         if self.critic_link is not None:
             values = self.critic_link.values(batch)
             self.critic_link.learn(replace(batch, values=values, returns=values))
         _count(self._pending, batch, group_size=self.settings.group_size)
         self.trained += len(batch)
         tokens = len(batch.prompts.values) + len(batch.responses.values)
-        time.sleep(self._takes.micro_batch_s(samples=len(batch), tokens=tokens))
+        time.sleep(self._durations.micro_batch_s(samples=len(batch), tokens=tokens))
 
     def update(self, step: int) -> None:
-        """Count on: everything since the last step is added at its end."""
+        """Update only the critic; counts are added at the end of the step."""
         self._move_critic(step)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Add what all ranks counted."""
+        """Add the counts of all ranks."""
         self._move_critic(step)
-        time.sleep(self._takes.step_s)
+        time.sleep(self._durations.step_s)
         added = self.group.gather(self._pending, what=f"counts of step {step}").sum(axis=0)
         self._counts = self._counts + added
         self._pending[:] = 0
@@ -115,19 +115,19 @@ class CountingBackend(TrainerBackend):
     def _move_critic(self, step: int) -> None:
         if self.critic_link is None:
             return
-        self.group.gather(np.zeros(1), what=f"what the critic learns in step {step}")
+        self.group.gather(np.zeros(1), what=f"the critic's gradient of step {step}")
         if self.group.rank == 0:
             self.critic_link.settle(step)
             self.critic_link.update(step, divisor=1.0, moves=True)
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:  # noqa: ARG002
-        """Yield ``counts``, which are whole numbers, and ``moving``, where it is wanted: the sum of all counts."""
+        """Yield the integer tensors ``counts`` and, if enabled, ``moving``; its elements are the sum of all counts."""
         yield TENSOR, self._counts
         if self._moving:
             yield MOVING, np.full(self._moving, self._counts.sum())
 
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
-        """Return what writes counts.npy, by rank 0: all ranks count the same, and a step makes new counts."""
+        """Return the writer of counts.npy; only rank 0 writes, because all ranks have the same counts."""
         counts, writes = self._counts, self.group.rank == 0
         link = self.critic_link if writes else None
         if link is not None:
@@ -142,11 +142,11 @@ class CountingBackend(TrainerBackend):
         return write
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class CountingCritic:
-    """The critic of one process: it counts what it has learned, and every value is 0."""
+    """The critic of one process: it counts the samples that it has learned from, and every value is 0."""
 
     files: tuple[str, ...] = (CRITIC_COUNTS,)
 
@@ -157,10 +157,10 @@ class CountingCritic:
         self._pending = np.zeros_like(self._counts)
 
     def load(self, checkpoint: Path | None, meeting: Meeting | None = None) -> None:
-        """Take the counts of ``checkpoint``, or zeros. Raises ManifestError where other replicas count, too."""
+        """Load the counts of ``checkpoint``, or zeros. Raises ManifestError if there are other replicas."""
         if meeting is not None:
             raise ManifestError(
-                "the critic that counts is one process", where="spec.critic.role.replicas", hint="Give 1"
+                "the counting critic supports only one process", where="spec.critic.role.replicas", hint="Give 1"
             )
         zeros = np.zeros_like(self._counts)
         self._counts = zeros if checkpoint is None else _stored(checkpoint / CRITIC_COUNTS, like=zeros)
@@ -175,7 +175,7 @@ class CountingCritic:
         _count(self._pending, batch, group_size=self._group_size)
 
     def forget(self) -> None:
-        """Forget what was counted since the last step."""
+        """Discard the counts since the last step."""
         self._pending = np.zeros_like(self._counts)
 
     def settle(self) -> dict[str, float]:
@@ -183,13 +183,13 @@ class CountingCritic:
         return {}
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:  # noqa: ARG002
-        """Add what was counted, if it ``moves``."""
+        """Add the counts since the last update, if ``moves``."""
         if moves:
             self._counts = self._counts + self._pending
         self.forget()
 
     def copy(self) -> Callable[[Path], None]:
-        """Return what writes critic-counts.npy; a step makes new counts."""
+        """Return the writer of critic-counts.npy; later updates do not change the array that it writes."""
         counts = self._counts
 
         def write(folder: Path) -> None:
@@ -199,12 +199,12 @@ class CountingCritic:
 
 
 def _count(pending: NDArray[np.int64], batch: MicroBatch, *, group_size: int) -> None:
-    """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
+    """Add one for each sample of ``batch``. Raises ManifestError for an index beyond the capacity."""
     for key in batch.keys:
         index = key.serial * group_size + key.sample
         if index >= pending.size:
             raise ManifestError(
-                f"sample {tuple(key)} has index {index}, the counting trainer holds {pending.size}",
+                f"sample {tuple(key)} has index {index}, and the counting trainer has capacity {pending.size}",
                 where=f"{OPTIONS}.capacity",
                 hint="Give at least prompts * groupSize.",
             )
@@ -217,6 +217,6 @@ def _stored(file: Path, *, like: NDArray[np.int64]) -> NDArray[np.int64]:
         raise CheckpointError(
             f"counts are {stored.dtype}{stored.shape}, not {like.dtype}{like.shape}",
             where=str(file),
-            hint="Resume with the capacity that the run began with.",
+            hint="Resume with the same capacity as at the start of the run.",
         )
     return stored

@@ -1,18 +1,18 @@
-"""The critic as a role of its own: what the ranks of a trainer, and the critic's process, say to each other.
+"""The critic as a role of its own: the calls between the ranks of a trainer and the critic's processes.
 
-    meet       are all there, and where do several replicas meet: at the first of them
-    load       the state of a checkpoint, or the weights of the model: only then the other calls are answered
-    values     of the states in which response tokens were chosen, by the critic as it was before the step
-    learn      a batch with its values and returns: its gradient is added, while the trainer computes the policy's
-    settle     the figures of what was learned, and the norm of the gradient, which is of all replicas then
-    update     a step of the critic's optimizer, or none where the policy makes none either
-    copy, write   the state, aside, and then into the folder of the checkpoint that the trainer writes
+    meet          check that all replicas are reachable, and return the first replica's address, where they meet
+    load          load a checkpoint, or the weights of the model; no other call is answered before
+    values        return the values of the states in which response tokens were chosen, by the critic before the step
+    learn         add the gradient of a batch with values and returns, while the trainer computes the policy's gradient
+    settle        return figures of the accumulated gradient, and its norm over all replicas
+    update        make one step of the critic's optimizer, or none if the policy makes none
+    copy, write   copy the state, then write the copy into the folder of the trainer's checkpoint
 
-Invariants: the critic belongs to the gang of the trainer: it moves with the policy, its state of step k is in
-checkpoint k, and both begin anew from the same one. A call of another attempt than that which loaded it is refused, so
-a trainer whose critic was started again ends, and goes on from its checkpoint. What a rank has learned or forgotten
-counts once, however often its call comes. Calls are carried out in their order, by one thread. Replicas have the same
-weights: each learns what its ranks send, and all make the same update of the sum of their gradients.
+Invariants: the critic belongs to the trainer's gang. It is updated together with the policy, checkpoint k contains its
+state of step k, and both restart from the same checkpoint. A call of any attempt other than the one that loaded the
+critic is refused, so a trainer whose critic was restarted ends and resumes from its checkpoint. A ``learn`` call of a
+rank takes effect once, however often it is repeated. One thread executes the calls in order. Replicas have the same
+weights: each learns from the samples of its ranks, and all make the same update with the sum of their gradients.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from asyncflow.training.checkpoint import Checkpoints
 T = TypeVar("T")
 CRITIC_FILE: Final = "critic-model.safetensors"
 CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
-"""Files of a checkpoint with the critic, wherever that is."""
+"""Files of a checkpoint with the critic, wherever the critic runs."""
 NORM: Final = "critic_norm"
-"""The figure of the gradient's norm."""
+"""Name of the figure with the gradient's norm."""
 _VALUES: Final = "values"
 _SPANS: Final[Mapping[str, Kind]] = {
     "load": "starting",
@@ -59,13 +59,13 @@ _SPANS: Final[Mapping[str, Kind]] = {
     "optimizer": "optimizer",
     "checkpoint": "checkpoint",
 }
-"""How what the critic is busy with is recorded."""
+"""Span kind of each cause of the critic's busy time."""
 
 
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin with the checkpoint of that name, "" for the model, at the word of an attempt of the trainer.
+    """Load the checkpoint of that name, or the model if it is "", for an attempt of the trainer.
 
-    world: the number of replicas; host, port: where they meet, if there are several.
+    world: the number of replicas; host, port: their meeting point, if there are several.
     """
 
     attempt: int
@@ -76,9 +76,8 @@ class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of a rank. number: of what the rank has the critic learn, 0 where that is nothing; header: its columns.
-
-    None to forget what was learned since the last update.
+    """Samples of a rank. number: number of the rank's ``learn`` call, 0 for other calls; header: the columns, or None
+    to discard the gradient since the last update.
     """
 
     attempt: int
@@ -88,8 +87,8 @@ class CriticBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order of rank 0. step, number: of the update; divisor, moves: see ``CriticModel.update``; folder: to write to,
-    in that of the checkpoints.
+    """A call of rank 0. step, number: of the update; divisor, moves: see ``CriticModel.update``; folder: name of the
+    checkpoint folder to write to.
     """
 
     attempt: int
@@ -101,7 +100,7 @@ class CriticOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. header: of its columns; sums: figures by name; files: what was written; host, port: to meet at."""
+    """A reply. header: its columns; sums: figures by name; files: written files; host, port: the meeting point."""
 
     header: BatchHeader | None = None
     sums: dict[str, float] = {}
@@ -111,7 +110,7 @@ class CriticReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meeting(NamedTuple):
-    """The place where the replicas of a critic meet. listener: the socket at host and port, which rank 0 brings."""
+    """The meeting point of a critic's replicas. listener: rank 0's listening socket at host and port."""
 
     rank: int
     world: int
@@ -121,37 +120,37 @@ class Meeting(NamedTuple):
 
 
 class CriticModel(Protocol):
-    """The critic of one process. All methods block, and are called from one thread. files: what ``copy`` writes."""
+    """The critic of one process. All methods block and are called from one thread. files: names of its files."""
 
     files: tuple[str, ...]
 
     def load(self, checkpoint: Path | None, meeting: Meeting | None = None) -> None:
-        """Take the state of a checkpoint, None for the weights of the model.
+        """Load a checkpoint, or the weights of the model if it is None.
 
-        meeting: with the other replicas, whose gradients ``settle`` adds up; blocks until all have come.
+        meeting: meeting point with the other replicas, whose gradients ``settle`` adds up; blocks until all have come.
         """
 
     def values(self, batch: MicroBatch) -> Jagged:
-        """Return the value of the state in which each response token was chosen; 0 where it does not count."""
+        """Return the value of the state in which each response token was chosen; 0 if the token does not count."""
         ...
 
     def learn(self, batch: MicroBatch) -> None:
         """Add the gradient of a batch that has values and returns."""
 
     def forget(self) -> None:
-        """Forget the gradient and the figures since the last update."""
+        """Discard the gradient and the figures since the last update."""
 
     def settle(self) -> dict[str, float]:
         """Return the sums of this replica's figures since the last update, and ``critic_norm``, the norm of the sum of
-        all replicas' gradients; the same again until something is learned. Collective. Raises PeerLost.
+        all replicas' gradients. A repeated call returns the same until the next ``learn``. Collective. Raises PeerLost.
         """
         ...
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
-        """Make one step of the gradient divided by ``divisor``; only forget it unless it ``moves``."""
+        """Make one optimizer step with the gradient divided by ``divisor``; if not ``moves``, only discard it."""
 
     def copy(self) -> Callable[[Path], None]:
-        """Return what writes the state as it is now into a folder, in another thread."""
+        """Return a function that writes the current state into a folder and may run in another thread."""
         ...
 
 
@@ -159,11 +158,11 @@ _Answer: TypeAlias = tuple[CriticReply, list[memoryview]]
 
 
 class CriticLink:
-    """The critic as one rank of a trainer calls it, from the threads that compute and write, never the event loop's.
+    """One rank's connection to the critic, for the threads that compute and write, never for the event loop.
 
-    find: gives the address of a replica, None while there is none; replicas: their number; loop: runs the calls;
-    patience_s: how long the critic may take to come up, or to carry out a call. A rank's samples go to one replica;
-    rank 0 gives its orders to all of them at once.
+    find: returns the address of a replica, None while it is unknown; replicas: number of replicas; loop: event loop
+    that runs the calls; patience_s: time that the critic may take to start, or to answer a call. A rank's samples go to
+    one replica; rank 0 calls all replicas at the same time.
     """
 
     def __init__(
@@ -191,87 +190,88 @@ class CriticLink:
         self._numbers = self._updates = 0
 
     def load(self, checkpoint: Path | None) -> None:
-        """Have the critic begin where the trainer does; rank 0 alone. Waits until it is there.
+        """Make the critic load the same checkpoint as the trainer, and wait until it has; for rank 0 alone.
 
-        Raises ManifestError where it does not see the checkpoints, CheckpointError where none of it fits.
+        Raises ManifestError if the critic cannot read the checkpoints, CheckpointError if the checkpoint does not fit.
         """
         name, world = "" if checkpoint is None else checkpoint.name, len(self._clients)
 
-        async def begin() -> None:
-            """Once, for all replicas: where one is lost meanwhile, none has begun."""
-            place = CriticReply()
+        async def load() -> None:
+            """Call all replicas once; if one is lost meanwhile, the whole is repeated."""
+            meeting = CriticReply()
             if world > 1:
-                place, *_ = await self._all(self._once, "critic.meet", CriticOrder(attempt=self._attempt))
-            order = LoadCritic(attempt=self._attempt, checkpoint=name, world=world, host=place.host, port=place.port)
+                meeting, *_ = await self._all(self._once, "critic.meet", CriticOrder(attempt=self._attempt))
+            order = LoadCritic(
+                attempt=self._attempt, checkpoint=name, world=world, host=meeting.host, port=meeting.port
+            )
             await self._all(self._once, "critic.load", order)
 
-        self._wait(retry(begin, what="asking for the critic to begin", timeout=self._patience_s))
+        self._wait(retry(load, what="loading the critic", timeout=self._patience_s))
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
         header, frames = _encoded(batch, learns=False)
-        asked = CriticBatch(attempt=self._attempt, rank=self._rank, header=header)
-        reply, found = self._ask(self._own, "critic.values", asked, what="values of the critic", frames=frames)
+        request = CriticBatch(attempt=self._attempt, rank=self._rank, header=header)
+        reply, found = self._call(self._own, "critic.values", request, what="values of the critic", frames=frames)
         columns = _decoded(reply.header, found)
         if _VALUES not in columns or not np.array_equal(columns[_VALUES].lengths, batch.responses.lengths):
-            raise ProtocolError("the values of the critic are not one a response token", where="critic.values")
+            raise ProtocolError("the critic did not return one value per response token", where="critic.values")
         return columns[_VALUES]
 
     def learn(self, batch: MicroBatch) -> None:
-        """Have the critic learn a batch with values and returns; returns before it has."""
+        """Send a batch with values and returns to be learned; returns before the gradient is computed."""
         header, frames = _encoded(batch, learns=True)
-        self._teach(header, frames)
+        self._send_batch(header, frames)
 
     def forget(self) -> None:
-        """Have the critic forget what it learned since the last update."""
-        self._teach(None, [])
+        """Make the critic discard the gradient since the last update."""
+        self._send_batch(None, [])
 
     def settle(self, step: int) -> dict[str, float]:
-        """See ``CriticModel``; what all ranks had it learn is in it."""
+        """See ``CriticModel``; includes the batches of all ranks."""
         order = CriticOrder(attempt=self._attempt, step=step)
-        what = f"what the critic has learned in step {step}"
-        told = self._order("critic.settle", order, what=what)
+        replies = self._call_all("critic.settle", order, what=f"the critic's figures of step {step}")
         sums: defaultdict[str, float] = defaultdict(float)
-        for reply in told:
+        for reply in replies:
             for name, value in reply.sums.items():
                 sums[name] = value if name == NORM else sums[name] + value
         return dict(sums)
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
-        """See ``CriticModel``; returns before it is done."""
+        """See ``CriticModel``; returns before the update is made."""
         self._updates += 1
         order = CriticOrder(attempt=self._attempt, step=step, number=self._updates, divisor=divisor, moves=moves)
-        self._order("critic.update", order, what=f"step {step} of the critic")
+        self._call_all("critic.update", order, what=f"step {step} of the critic")
 
     def copy(self) -> None:
-        """Have the critic set its state aside; one at a time, until ``write``."""
-        self._ask(0, "critic.copy", CriticOrder(attempt=self._attempt), what="the critic to set its state aside")
+        """Make the critic copy its state for the next ``write``; a new copy replaces the previous one."""
+        self._call(0, "critic.copy", CriticOrder(attempt=self._attempt), what="a copy of the critic's state")
 
     def write(self, folder: Path) -> None:
-        """Have what was set aside written into ``folder``, a checkpoint's. Raises DiskError where it is not there."""
+        """Make the critic write its copy into the checkpoint ``folder``. Raises DiskError if a file is missing."""
         order = CriticOrder(attempt=self._attempt, folder=folder.name)
-        written = self._ask(0, "critic.write", order, what="the critic to write its state")[0].files
+        written = self._call(0, "critic.write", order, what="the critic to write its state")[0].files
         if absent := [name for name in written if not (folder / name).is_file()]:
-            raise DiskError(f"the critic has written {', '.join(absent)} elsewhere", where=str(folder))
+            raise DiskError(f"the critic has written {', '.join(absent)} to another folder", where=str(folder))
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for client in self._clients:
             await client.close()
 
-    def _teach(self, header: BatchHeader | None, frames: Sequence[Any]) -> None:
+    def _send_batch(self, header: BatchHeader | None, frames: Sequence[Any]) -> None:
         self._numbers += 1
-        asked = CriticBatch(attempt=self._attempt, rank=self._rank, number=self._numbers, header=header)
-        self._ask(self._own, "critic.learn", asked, what="the critic to learn", frames=frames)
+        request = CriticBatch(attempt=self._attempt, rank=self._rank, number=self._numbers, header=header)
+        self._call(self._own, "critic.learn", request, what="the critic to learn", frames=frames)
 
-    def _ask(
+    def _call(
         self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
     ) -> _Answer:
-        return self._wait(self._again(what, replica, method, request, frames=frames))
+        return self._wait(self._retried(what, replica, method, request, frames=frames))
 
-    def _order(self, method: str, order: msgspec.Struct, *, what: str) -> list[CriticReply]:
-        """Send an order to all replicas, and wait until all have carried it out."""
-        return self._wait(self._all(partial(self._again, what), method, order))
+    def _call_all(self, method: str, order: msgspec.Struct, *, what: str) -> list[CriticReply]:
+        """Call all replicas, and wait until all have answered."""
+        return self._wait(self._all(partial(self._retried, what), method, order))
 
     async def _all(
         self,
@@ -286,11 +286,11 @@ class CriticLink:
             raise group.exceptions[0] from None
         return [task.result()[0] for task in tasks]
 
-    async def _again(
+    async def _retried(
         self, what: str, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()
     ) -> _Answer:
         attempt = partial(self._once, replica, method, request, frames=frames)
-        return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
+        return await retry(attempt, what=f"waiting for {what}", timeout=self._patience_s)
 
     async def _once(self, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()) -> _Answer:
         client = self._clients[replica]
@@ -301,10 +301,10 @@ class CriticLink:
 
 
 class CriticService:
-    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; rank, host: of
-    this process among replicas; spans: records what it does.
+    """Answers the calls of a trainer. model: created by ``make`` in the compute thread; checkpoints: their folder;
+    rank, host: of this process among the replicas; spans: recorder of this process.
 
-    busy: values, learn, optimizer, checkpoint.
+    busy: time by cause: values, learn, optimizer, checkpoint.
     """
 
     def __init__(
@@ -328,13 +328,13 @@ class CriticService:
         self._attempt = -1
         self._learned: dict[int, int] = {}
         self._updates = 0
-        self._late: list[Future[None]] = []
-        self._kept: Callable[[Path], None] | None = None
+        self._submitted: list[Future[None]] = []
+        self._copied: Callable[[Path], None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     def attach(self, server: RpcServer) -> None:
-        """Answer the calls there."""
+        """Register the critic's methods with ``server``."""
         server.route("critic.meet", CriticOrder, self._on_meet)
         server.route("critic.load", LoadCritic, self._on_load)
         server.route("critic.values", CriticBatch, self._on_values)
@@ -345,14 +345,14 @@ class CriticService:
         server.route("critic.write", CriticOrder, self._on_write)
 
     def close(self) -> None:
-        """End the threads; what has not begun is not done."""
+        """Stop the threads, cancelling work that has not started."""
         if self._listener is not None:
             self._listener.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     async def _on_meet(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        self._newest(order.attempt)
+        self._refuse_older(order.attempt)
         if self._rank:
             return CriticReply()
         if self._listener is not None:
@@ -361,15 +361,15 @@ class CriticService:
         self._listener = socket.create_server((self._host, 0), family=family)
         return CriticReply(host=self._host, port=self._listener.getsockname()[1])
 
-    def _newest(self, attempt: int) -> None:
+    def _refuse_older(self, attempt: int) -> None:
         if attempt < self._attempt:
             raise Refused(f"attempt {attempt} of the trainer was replaced by attempt {self._attempt}")
 
     async def _on_load(self, order: LoadCritic, _frames: Sequence[memoryview]) -> CriticReply:
-        self._newest(order.attempt)
+        self._refuse_older(order.attempt)
         listener, self._listener = self._listener, None
         meeting = Meeting(self._rank, order.world, order.host, order.port, listener) if order.world > 1 else None
-        await self._do("load", self._load, order, meeting)
+        await self._run("load", self._load, order, meeting)
         return CriticReply()
 
     def _load(self, order: LoadCritic, meeting: Meeting | None) -> None:
@@ -380,76 +380,77 @@ class CriticService:
             raise ManifestError(what, where=str(self._checkpoints), hint=hint)
         self._model = self._model or self._make()
         self._model.load(self._checkpoint(order.checkpoint) if order.checkpoint else None, meeting)
-        self._attempt, self._learned, self._updates, self._late, self._kept = order.attempt, {}, 0, [], None
+        self._attempt, self._learned, self._updates = order.attempt, {}, 0
+        self._submitted, self._copied = [], None
 
-    async def _on_values(self, asked: CriticBatch, frames: Sequence[memoryview]) -> tuple[CriticReply, Sequence[Any]]:
-        model, batch = self._of(asked.attempt), _read(asked, frames)
-        found = await self._do("values", model.values, batch)
-        header, made = encode_batch({_VALUES: found})
-        return CriticReply(header=header), made
+    async def _on_values(self, request: CriticBatch, frames: Sequence[memoryview]) -> tuple[CriticReply, Sequence[Any]]:
+        model, batch = self._model_for(request.attempt), _read(request, frames)
+        found = await self._run("values", model.values, batch)
+        header, encoded = encode_batch({_VALUES: found})
+        return CriticReply(header=header), encoded
 
-    async def _on_learn(self, asked: CriticBatch, frames: Sequence[memoryview]) -> CriticReply:
-        model = self._of(asked.attempt)
-        if asked.number > self._learned.get(asked.rank, 0):
-            self._learned[asked.rank] = asked.number
-            if asked.header is None:
-                self._later("learn", model.forget)
+    async def _on_learn(self, request: CriticBatch, frames: Sequence[memoryview]) -> CriticReply:
+        model = self._model_for(request.attempt)
+        if request.number > self._learned.get(request.rank, 0):
+            self._learned[request.rank] = request.number
+            if request.header is None:
+                self._submit("learn", model.forget)
             else:
-                self._later("learn", model.learn, _read(asked, frames))
+                self._submit("learn", model.learn, _read(request, frames))
         return CriticReply()
 
     async def _on_settle(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        return CriticReply(sums=await self._do("learn", self._of(order.attempt).settle))
+        return CriticReply(sums=await self._run("learn", self._model_for(order.attempt).settle))
 
     async def _on_update(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        model = self._of(order.attempt)
+        model = self._model_for(order.attempt)
         if order.number > self._updates:
             self._updates, self.step = order.number, order.step
-            self._later("optimizer", lambda: model.update(order.step, divisor=order.divisor, moves=order.moves))
+            self._submit("optimizer", lambda: model.update(order.step, divisor=order.divisor, moves=order.moves))
         return CriticReply()
 
     async def _on_copy(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        self._kept = await self._do("checkpoint", self._of(order.attempt).copy)
+        self._copied = await self._run("checkpoint", self._model_for(order.attempt).copy)
         return CriticReply()
 
     async def _on_write(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        model = self._of(order.attempt)
-        if self._kept is None:
-            raise Refused(f"nothing was set aside that could be written to {order.folder!r}")
-        write, folder = self._kept, self._checkpoint(order.folder)
+        model = self._model_for(order.attempt)
+        if self._copied is None:
+            raise Refused(f"there is no copy of the critic to write to {order.folder!r}")
+        write, folder = self._copied, self._checkpoint(order.folder)
         await asyncio.get_running_loop().run_in_executor(self._writer, write, folder)
         return CriticReply(files=list(model.files))
 
     def _checkpoint(self, name: str) -> Path:
-        """Return the folder of the checkpoint ``name``. Raises Refused for a name that leads elsewhere."""
+        """Return the folder of the checkpoint ``name``. Raises Refused for a name with a path."""
         if name in ("", "..") or Path(name).name != name:
             raise Refused(f"{name!r} is not the name of a checkpoint", where="critic")
         return self._checkpoints / name
 
-    def _of(self, attempt: int) -> CriticModel:
-        """Return the model. Raises Refused for a call of another attempt than that which it began with."""
+    def _model_for(self, attempt: int) -> CriticModel:
+        """Return the model. Raises Refused for any attempt other than the one that loaded it."""
         if self._model is None or attempt != self._attempt:
-            hint = "The trainer begins again from its checkpoint"
-            raise Refused(f"the critic has not begun with attempt {attempt} of the trainer", where="critic", hint=hint)
+            hint = "The trainer restarts from its checkpoint"
+            raise Refused(f"the critic was not loaded by attempt {attempt} of the trainer", where="critic", hint=hint)
         return self._model
 
-    async def _do(self, cause: str, work: Callable[..., T], *given: Any) -> T:
-        """Do ``work`` behind all that was begun before. Raises what that raised, and what ``work`` raises.
+    async def _run(self, cause: str, work: Callable[..., T], *args: Any) -> T:
+        """Run ``work`` after all submitted work. Raises the errors of submitted work and of ``work``.
 
-        What was begun and has failed is raised again and again, until a ``load`` begins anew.
+        An error of submitted work is raised by every call until the next ``load``.
         """
-        late = [] if cause == "load" else list(self._late)
+        submitted = [] if cause == "load" else list(self._submitted)
 
         def run() -> T:
-            for one in late:
+            for one in submitted:
                 one.result()
             with self._counted(cause):
-                return work(*given)
+                return work(*args)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)
         except PeerLost:
-            self._attempt = -1  # replicas may differ now: the trainer begins anew, and they with it
+            self._attempt = -1  # the replicas may differ now, so the trainer restarts and loads all of them
             raise
 
     @contextmanager
@@ -457,19 +458,19 @@ class CriticService:
         with self.busy(cause), self._spans.main(_SPANS[cause]):
             yield
 
-    def _later(self, cause: str, work: Callable[..., None], *given: Any) -> None:
-        """Begin ``work`` behind all that was begun before; what it raises, the next ``_do`` does."""
+    def _submit(self, cause: str, work: Callable[..., None], *args: Any) -> None:
+        """Queue ``work`` after all submitted work; the next ``_run`` raises its error."""
 
         def run() -> None:
             with self._counted(cause):
-                work(*given)
+                work(*args)
 
-        self._late = [one for one in self._late if not one.done() or one.exception() is not None]
-        self._late.append(self._thread.submit(run))
+        self._submitted = [one for one in self._submitted if not one.done() or one.exception() is not None]
+        self._submitted.append(self._thread.submit(run))
 
 
 def _encoded(batch: MicroBatch, *, learns: bool) -> tuple[BatchHeader, list[Any]]:
-    """Return the columns of a batch that the critic needs, with values and returns where it ``learns``."""
+    """Return the columns of a batch that the critic needs, including values and returns if it ``learns``."""
     columns = {
         "key": Jagged.from_rows([tuple(key) for key in batch.keys], np.int64),
         "prompt_ids": batch.prompts,
@@ -490,14 +491,14 @@ def _decoded(header: BatchHeader | None, frames: Sequence[Any]) -> Mapping[str, 
     return decode_batch(header, frames, max_bytes=MAX_MESSAGE)
 
 
-def _read(asked: CriticBatch, frames: Sequence[memoryview]) -> MicroBatch:
-    """Return the samples of a call. Raises ProtocolError where its columns are not those of samples."""
-    columns = _decoded(asked.header, frames)
+def _read(request: CriticBatch, frames: Sequence[memoryview]) -> MicroBatch:
+    """Return the samples of a call. Raises ProtocolError if its columns do not form samples."""
+    columns = _decoded(request.header, frames)
     with suppress(KeyError, ValueError):
         keys = [SampleKey(*map(int, row)) for row in columns["key"].rows()]
         lengths = columns["response_ids"].lengths
-        of_tokens = [columns[name] for name in (LOSS_MASK, _VALUES, "returns") if name in columns]
-        if all((column.lengths == lengths).all() for column in of_tokens):
+        by_token = [columns[name] for name in (LOSS_MASK, _VALUES, "returns") if name in columns]
+        if all((column.lengths == lengths).all() for column in by_token):
             empty = MicroBatch.empty()
             return MicroBatch(
                 keys=keys,
@@ -509,4 +510,4 @@ def _read(asked: CriticBatch, frames: Sequence[memoryview]) -> MicroBatch:
                 values=columns.get(_VALUES),
                 returns=columns.get("returns"),
             )
-    raise ProtocolError(f"columns {sorted(columns)} are not those of samples for the critic", where="critic")
+    raise ProtocolError(f"columns {sorted(columns)} do not form samples for the critic", where="critic")

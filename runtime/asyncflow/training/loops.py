@@ -1,17 +1,20 @@
-"""The way of a trainer through its steps: the slots of a step, fetched ahead, and the loops that compute them.
+"""The training loops, and the prefetching of the slots of a step.
 
-While one slot is computed, the next is claimed and fetched. The loops differ in when the first gradient of a step is
-computed, and in how many updates it makes. ``synchronous``: D_k is collected whole, in the order of keys, before the
-first gradient: the reference, and the way to bit-equal runs. ``streaming``: each micro-batch is computed as its groups
-become ready, while others are still being generated, and, in delayed modes, while D_{k+1} is generated as well.
+While one slot is computed, the next is claimed and fetched. The loops differ in the time of the first gradient of a
+step, and in the number of updates of a step:
+
+``synchronous``: D_k is collected whole, in the order of keys, before the first gradient. It is the reference, and gives
+    bit-equal runs.
+``streaming``: each micro-batch is computed as soon as its groups are ready, while other groups are still being
+    generated; in delayed modes, D_{k+1} is generated at the same time, too.
 ``repeated``: D_k is collected whole and makes several optimizer updates, by mini-batches and over several epochs.
 
-Invariants: slots come in their order, each once, the last one with the totals of the step; at most one is fetched
-ahead, never one beyond the last. Waiting for samples has no end of its own, since rollouts may be slow; waiting for the
-*queue* has one. The first two loops give each sample of D_k to the backend exactly once before ``finish(k)``, so both
-make the same step up to the order of additions; the third gives it once in each epoch. A mini-batch holds whole groups,
-and which ones is a function of the set of groups in D_k alone: not of the order in which they came, nor of the rank
-that has them. All ranks make the same number of updates.
+Invariants: slots arrive in order, each once, the last with the totals of the step. At most one slot is prefetched, and
+none after the last. Waiting for samples has no time limit, because rollouts may be slow; waiting for the *queue* has
+one. The first two loops pass each sample of D_k to the backend exactly once before ``finish(k)``, so both make the same
+step up to the order of additions; the third passes it once per epoch. A mini-batch holds whole groups. Its groups are a
+function of the set of groups in D_k alone, not of the order of arrival or of the rank. All ranks make the same number
+of updates.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from asyncflow.training.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 10.0
-_ATTEND_S = 0.5
-_REMIND_S = 60.0
+_REQUEST_S = 10.0
+_POLL_S = 0.5
+_LOG_S = 60.0
 
 COMPUTED_TOKENS = "computed_tokens"
 COUNTS = ("silent_samples", COMPUTED_TOKENS, "packed_tokens")
@@ -50,13 +53,13 @@ TOKEN_MEANS = (
 """Metrics that are means over the computed tokens of an update."""
 MAXIMA = ("ratio_max", "correction_max")
 MINIMA = ("skipped", "correction_min")
-"""Metrics of which the greatest or the smallest of all updates counts."""
+"""Metrics combined as the maximum or the minimum over all updates of a step."""
 MEASURED_FIRST = "logprob_gap"
-"""Metrics that begin so compare with the weights before the step, which only the first update has."""
+"""Prefix of metrics that compare with the weights before the step, so only the first update has them."""
 
 
 class TrainQueue(Protocol):
-    """Methods of ``queue.client.QueueClient`` that a trainer uses."""
+    """The methods of ``queue.client.QueueClient`` that a trainer uses."""
 
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
         """Declare that the weights are θ_step."""
@@ -64,7 +67,7 @@ class TrainQueue(Protocol):
     async def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
     ) -> Slot | None:
-        """Return this rank's part of a slot, or None when it was not decided in time."""
+        """Return this rank's part of a slot, or None if it was not decided before the timeout."""
 
     async def fetch(self, rows: Sequence[LeasedRow], columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
         """Return columns of rows."""
@@ -81,7 +84,7 @@ class TrainQueue(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FilledSlot:
-    """A slot with its content; ``totals`` with the last one."""
+    """A slot with its content; only the last one has ``totals``."""
 
     batch: MicroBatch
     last: bool
@@ -89,8 +92,8 @@ class FilledSlot:
 
 
 class SlotPrefetcher:
-    """One rank's slots. meter: on which waiting counts; attend: awaited about twice a second while waiting,
-    so that the trainer can react to directives; what it raises ends the iteration.
+    """The slots of one rank. meter: counts the waiting time; poll: awaited about twice a second while waiting, so that
+    the trainer can react to directives; an exception that it raises ends the iteration.
     """
 
     def __init__(
@@ -100,17 +103,17 @@ class SlotPrefetcher:
         rank: int,
         settings: TrainerSettings,
         meter: RankMeter,
-        attend: Callable[[], Awaitable[None]],
+        poll: Callable[[], Awaitable[None]],
     ) -> None:
         self.waiting_for = ""
         self._queue = queue
         self._rank = rank
         self._settings = settings
         self._meter = meter
-        self._attend = attend
+        self._poll = poll
 
     async def slots(self, step: int, *, tokens: int) -> AsyncGenerator[FilledSlot, None]:
-        """Yield the slots of ``step``, fetching ahead; close the iterator (``aclosing``) to end early.
+        """Yield the slots of ``step``, prefetching the next one; close the iterator (``aclosing``) to end early.
 
         tokens: most tokens of a rank's part of a slot.
         """
@@ -118,29 +121,29 @@ class SlotPrefetcher:
         prefetch = asyncio.create_task(self._fill(step, number, tokens))
         try:
             while True:
-                filled = await self._arrival(prefetch, f"slot {number} of step {step}", step=step)
+                filled = await self._await(prefetch, f"slot {number} of step {step}", step=step)
                 if not filled.last:
                     number += 1
                     prefetch = asyncio.create_task(self._fill(step, number, tokens))
                 yield filled
                 if filled.last:
                     return
-                await self._attend()
+                await self._poll()
         finally:
             prefetch.cancel()
             await asyncio.wait([prefetch])
 
-    async def _arrival(self, prefetch: asyncio.Task[FilledSlot], what: str, *, step: int) -> FilledSlot:
+    async def _await(self, prefetch: asyncio.Task[FilledSlot], what: str, *, step: int) -> FilledSlot:
         self.waiting_for = what
-        begun = reminded = asyncio.get_running_loop().time()
+        started = logged = asyncio.get_running_loop().time()
         try:
             with self._meter("wait", step=step):
-                while not (await asyncio.wait([prefetch], timeout=_ATTEND_S))[0]:
-                    await self._attend()
+                while not (await asyncio.wait([prefetch], timeout=_POLL_S))[0]:
+                    await self._poll()
                     now = asyncio.get_running_loop().time()
-                    if now - reminded > _REMIND_S:
-                        reminded = now
-                        log.info("waiting for %s since %.0f s", what, now - begun)
+                    if now - logged > _LOG_S:
+                        logged = now
+                        log.info("waiting for %s for %.0f s", what, now - started)
         finally:
             self.waiting_for = ""
         return prefetch.result()
@@ -152,7 +155,9 @@ class SlotPrefetcher:
         with self._meter.spans.beside("claim", step=step):
             while slot is None:
                 slot = await retry(
-                    lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
+                    lambda: self._request(step, number, tokens),
+                    what=f"requesting {what} from the queue",
+                    timeout=patience,
                 )
         rows, columns = slot.rows, [*COLUMNS, settings.decided, *settings.extra_columns]
         if not rows:
@@ -165,7 +170,7 @@ class SlotPrefetcher:
             batch=MicroBatch.of([row.meta.key for row in rows], fetched), last=slot.last, totals=slot.totals
         )
 
-    async def _ask(self, step: int, number: int, tokens: int) -> Slot | None:
+    async def _request(self, step: int, number: int, tokens: int) -> Slot | None:
         settings = self._settings
         return await self._queue.slot(
             partition=settings.partition,
@@ -174,15 +179,15 @@ class SlotPrefetcher:
             slot=number,
             rank=self._rank,
             tokens=tokens,
-            timeout=_ASK_S,
+            timeout=_REQUEST_S,
         )
 
 
 def mini_batches(serials: NDArray[np.int64], *, groups: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """Return the indices of this rank's samples in each mini-batch.
 
-    serials: of this rank's samples, [n]; groups: the serials of D_k on all ranks, in any order, repeated or not; count:
-    mini-batches, which are fewer where there are fewer groups. The sizes differ by at most one group.
+    serials: serials of this rank's samples, [n]; groups: serials of D_k on all ranks, in any order, possibly repeated;
+    count: number of mini-batches (fewer if there are fewer groups). Sizes differ by at most one group.
     """
     known = np.unique(groups)
     count = max(1, min(count, len(known)))
@@ -191,11 +196,11 @@ def mini_batches(serials: NDArray[np.int64], *, groups: NDArray[np.int64], count
 
 
 def combined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step out of those of its updates, at least one.
+    """Return the metrics of a step from the metrics of its updates, of which there is at least one.
 
-    ``COUNTS`` are sums, ``TOKEN_MEANS`` means over the tokens of all updates, ``MAXIMA`` and ``MINIMA`` what they say
-    (so ``skipped`` is 1 where no update moved the weights), and what begins with ``MEASURED_FIRST`` is that of the
-    first update. Everything else is a mean over the updates that have it.
+    ``COUNTS`` are summed, ``TOKEN_MEANS`` averaged over the tokens of all updates, ``MAXIMA`` and ``MINIMA`` reduced
+    accordingly (so ``skipped`` is 1 if no update changed the weights). Metrics that start with ``MEASURED_FIRST`` are
+    those of the first update. All other metrics are averaged over the updates that have them.
     """
     first = updates[0]
     if len(updates) == 1:
@@ -218,10 +223,10 @@ def _combined(name: str, updates: Sequence[Mapping[str, float]]) -> float:
 
 
 class Stepping(Protocol):
-    """The trainer, to its loops."""
+    """The trainer's methods that its loops call."""
 
     def steps(self) -> AsyncIterator[int]:
-        """Return the steps that are left, one after another."""
+        """Return the remaining steps in order."""
 
     def slots(self, step: int) -> AsyncGenerator[FilledSlot, None]:
         """Return the slots of D_step."""
@@ -230,14 +235,14 @@ class Stepping(Protocol):
         """Compute the gradient of one slot."""
 
     async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
-        """Make all updates of a step but the last, whose gradient is computed."""
+        """Make all updates of a step except the last, whose gradient is accumulated."""
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
-        """Make θ_step out of what was accumulated, and let everybody know."""
+        """Make θ_step from the accumulated gradient, and notify queue and driver."""
 
 
 async def synchronous(trainer: Stepping) -> None:
-    """Train until the last step, or until the trainer is told to leave."""
+    """Train until the last step, or until the trainer is asked to leave; each step starts when D_k is complete."""
     async for step in trainer.steps():
         whole = await _collected(trainer, step)
         for slot in whole:
@@ -246,7 +251,7 @@ async def synchronous(trainer: Stepping) -> None:
 
 
 async def streaming(trainer: Stepping) -> None:
-    """Train until the last step, or until the trainer is told to leave."""
+    """Train until the last step, or until the trainer is asked to leave; each slot is computed when it arrives."""
     async for step in trainer.steps():
         totals = None
         async with aclosing(trainer.slots(step)) as slots:
@@ -257,7 +262,7 @@ async def streaming(trainer: Stepping) -> None:
 
 
 async def repeated(trainer: Stepping) -> None:
-    """Train until the last step, or until the trainer is told to leave."""
+    """Train until the last step, or until the trainer is asked to leave, with several updates per step."""
     async for step in trainer.steps():
         whole = await _collected(trainer, step)
         await trainer.revisit(step, whole)

@@ -1,6 +1,6 @@
-"""The one place where a rank says what it does: its seconds by cause, for reports and metrics, and its spans.
+"""Accounting of a rank's time: seconds by cause, for reports and metrics, and spans.
 
-Invariant: what is counted is recorded, as the same seconds; the causes of a rank never overlap.
+Invariants: every counted interval is recorded as a span of the same length. The causes of a rank never overlap.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from asyncflow.timeline.tracks import Kind
 
 Cause = Literal["compute", "optimizer", "checkpoint", "publish", "wait"]
 _WAITS: Final = ("publish", "wait")
-_WHOLE: Final = ("publish", "checkpoint")
-"""Of a version that is there already; anything else makes the next one."""
+_EXISTING: Final = ("publish", "checkpoint")
+"""Causes that process an existing version; all other causes belong to the computation of the next version."""
 
 
 class RankMeter:
-    """Counts and records. busy: forward, backward, optimizer, and what checkpoints keep them waiting for; waits: for
-    samples, and for a publication.
+    """Counts and records a rank's time. busy: forward, backward, optimizer, and time blocked by checkpoints; waits:
+    time spent waiting for samples or for a publication.
     """
 
     def __init__(self, spans: Spans = NO_SPANS) -> None:
@@ -31,9 +31,9 @@ class RankMeter:
 
     @contextmanager
     def __call__(self, cause: Cause, *, step: int) -> Iterator[None]:
-        """Count and record the body. step: that is being made, or saved, or published."""
+        """Count and record the duration of the block. step: the step that is computed, saved or published."""
         clock = self.waits if cause in _WAITS else self.busy
         kind: Kind = "idle" if cause == "wait" else cause
-        waits, version = "claim" if cause == "wait" else "", step if cause in _WHOLE else step - 1
+        waits, version = "claim" if cause == "wait" else "", step if cause in _EXISTING else step - 1
         with clock(cause), self.spans.main(kind, waits=waits, step=step, version=version):
             yield

@@ -1,18 +1,17 @@
-"""Samples of any length into packs without padding.
+"""Packing of samples of any length without padding.
 
 A pack is one row of tokens, [T]. It holds *documents*: a prompt (segment 0) and one or more responses to it (segments
-1, 2, ...). A token sees the earlier tokens of its own document that belong to the prompt or to its own response:
+1, 2, ...). A token attends to the earlier tokens of its document that belong to the prompt or to its own response:
 
     M[i, j] = j <= i  and  document(i) = document(j)  and  (segment(j) = 0 or segment(i) = segment(j))
 
-In the layout ``separate`` each document has one response. In ``shared-prompt`` the responses of one group stand
-behind one copy of their prompt: position(token t of a response) = |P| + t, and the row of the *last prompt token*
-predicts the first token of every response (shared-prompt attention of the Periodic Asynchrony paper). The last token
-of a response predicts nothing and is left out.
+In the layout ``separate`` each document has one response. In ``shared-prompt`` the responses of one group follow one
+copy of their prompt: position(token t of a response) = |P| + t, and the row of the *last prompt token* predicts the
+first token of every response (shared-prompt attention of the Periodic Asynchrony paper). The last token of a response
+predicts nothing and is left out.
 
-Invariant: each token of each response is a target exactly once, predicted from exactly the context that it was sampled
-in, until those that do not count are taken out (``Pack.targeting``); so the layout, the budget and the order change
-only rounding.
+Invariant: each token of each response is a target exactly once, and is predicted from exactly the context that it was
+sampled in, until ``Pack.targeting`` removes tokens that do not count. So layout, budget and order only change rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Pack:
     """One row of T input tokens with N targets; every array is int64.
 
     ids, positions, documents, segments: [T]. rows [N]: the input token whose logits predict the target; targets [N]:
-    the token predicted; samples [N] and offsets [N]: it is token ``offsets`` of the response of sample ``samples``.
+    the predicted token; samples [N] and offsets [N]: sample of the target, and its index in the sample's response.
     """
 
     ids: NDArray[np.int64]
@@ -48,7 +47,7 @@ class Pack:
     offsets: NDArray[np.int64]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Return who sees whom, bool[T, T]: row i may attend to column j."""
+        """Return the attention mask, bool[T, T]: whether row i may attend to column j."""
         causal = np.tri(len(self.ids), dtype=np.bool_)
         same_document = self.documents[:, None] == self.documents
         visible = (self.segments == 0) | (self.segments[:, None] == self.segments)
@@ -56,7 +55,7 @@ class Pack:
         return mask
 
     def table(self) -> DocumentTable:
-        """Return the pack as a batch of documents, for attention that takes one."""
+        """Return the pack as a batch of documents, for attention kernels that take a padded batch."""
         lengths = np.bincount(self.documents)
         starts, columns = np.r_[0, np.cumsum(lengths)[:-1]], np.arange(lengths.max())
         inside = columns < lengths[:, None]
@@ -71,7 +70,7 @@ class Pack:
         )
 
     def sequences(self) -> Sequences:
-        """Return the pack as causal sequences, for attention that takes sequences of any length."""
+        """Return the pack as causal sequences, for attention kernels that take sequences of any length."""
         most = np.zeros(self.documents[-1] + 1, dtype=np.int64)
         np.maximum.at(most, self.documents, self.segments)
         shared = (most > 1)[self.documents]
@@ -87,7 +86,7 @@ class Pack:
         )
 
     def targeting(self, counted: NDArray[np.bool_]) -> Pack:
-        """Return the pack with the targets that ``counted`` [N] says; the others are only seen, as a prompt is."""
+        """Return the pack with only the ``counted`` targets, bool[N]; all input tokens stay."""
         return replace(
             self,
             rows=self.rows[counted],
@@ -97,7 +96,7 @@ class Pack:
         )
 
     def padded(self, size: int) -> Pack:
-        """Return the pack with ``size`` tokens: what is missing are documents of their own without targets.
+        """Return the pack with ``size`` tokens, adding documents without targets.
 
         None of them is longer than the longest document of the pack.
         """
@@ -114,11 +113,12 @@ class Pack:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A pack as S causal sequences, and what the responses that share a prompt see of it besides.
+    """A pack as S causal sequences, and the shared prompts that some of them also attend to.
 
-    starts [S + 1]: where each sequence begins, and the end of the pack; rows: of the responses in documents whose
-    responses share a prompt, where each of them is a sequence of its own; prompts: the rows of these prompts;
-    row_starts, prompt_starts [D + 1]: where those of each such document begin among ``rows`` and ``prompts``.
+    starts [S + 1]: start of each sequence, and the end of the pack.
+    rows: rows of responses that share a prompt; each such response is a sequence of its own.
+    prompts: rows of the shared prompts.
+    row_starts, prompt_starts [D + 1]: start of each document with a shared prompt in ``rows`` and in ``prompts``.
     """
 
     starts: NDArray[np.int64]
@@ -130,11 +130,11 @@ class Sequences:
 
 @dataclass(frozen=True)
 class DocumentTable:
-    """A pack of D documents as a batch, padded to the longest, L.
+    """A pack of D documents as a batch, padded to the longest document, L.
 
-    places [D, L]: the row of the pack that holds this token (any row of the document where there is none); rows [T]:
-    index into the flattened table for each row of the pack; mask: bool[D, L, L], or None where each document is causal
-    without exception. Padding comes last, so that nothing real ever sees it.
+    places [D, L]: row of the pack for each token (any row of the document for padding); rows [T]: index into the
+    flattened table for each row of the pack; mask: bool[D, L, L], or None if every document is purely causal. Padding
+    is at the end, so that no real token attends to it.
     """
 
     places: NDArray[np.int64]
@@ -162,19 +162,19 @@ def pack_samples(
     budget: int,
     whole: bool = False,
 ) -> list[Pack]:
-    """Pack n samples, in the order given, into rows of at most ``budget`` tokens (a longer document stands alone).
+    """Pack n samples in the given order into rows of at most ``budget`` tokens (a longer document has its own pack).
 
-    prompts, responses: token ids of each sample; groups: who shares a prompt; a sample that differs from its group in
-    prompt gets a document of its own; whole: a group is in one pack, of more than ``budget`` tokens where it has more.
-    Samples with an empty response have no target and appear nowhere.
-    Raises ProtocolError for an empty prompt, which could not predict a first token.
+    prompts, responses: token ids of each sample; groups: samples of the same group share a prompt (a sample with a
+    different prompt has its own document); whole: keep each group in one pack, even if it exceeds ``budget``. Samples
+    with an empty response have no target and are left out. Raises ProtocolError for an empty prompt, which cannot
+    predict a first token.
     """
     packs: list[Pack] = []
     waiting: list[_Document] = []
     filled = 0
     documents = _documents(prompts, responses, groups, layout=layout)
     for part in (
-        _whole(documents) if whole else ([piece] for document in documents for piece in _split(document, budget))
+        _whole(documents) if whole else ([split] for document in documents for split in _split(document, budget))
     ):
         size = sum(document.size for document in part)
         if waiting and filled + size > budget:
@@ -188,13 +188,13 @@ def pack_samples(
 
 
 def few_sizes(tokens: int) -> int:
-    """Return the next size from ``tokens`` on: four in each octave, so that at most a quarter is filled up."""
+    """Return ``tokens`` rounded up to the next of four sizes per octave, so that at most a quarter is padding."""
     step = _quarter_octave(tokens)
     return -(-tokens // step) * step
 
 
 def few_sizes_below(tokens: int) -> int:
-    """Return the largest size of ``few_sizes`` that is not above ``tokens``."""
+    """Return the largest size of ``few_sizes`` that is at most ``tokens``."""
     step = _quarter_octave(tokens)
     return tokens // step * step
 
@@ -245,10 +245,11 @@ def _lay_out(documents: Iterable[_Document]) -> Pack:
         end += len(prompt)
         last_prompt_row = end - 1
         for segment, (sample, response) in enumerate(document.members, start=1):
-            seen = response[:-1]
-            inputs.append((seen, len(prompt) + np.arange(len(seen)), number, segment))
-            outputs.append((np.r_[last_prompt_row, end : end + len(seen)], response, sample))
-            end += len(seen)
+            inputs_of_response = response[:-1]
+            positions = len(prompt) + np.arange(len(inputs_of_response))
+            inputs.append((inputs_of_response, positions, number, segment))
+            outputs.append((np.r_[last_prompt_row, end : end + len(inputs_of_response)], response, sample))
+            end += len(inputs_of_response)
     sizes = [len(ids) for ids, _, _, _ in inputs]
     lengths = [len(targets) for _, targets, _ in outputs]
     return Pack(
@@ -264,7 +265,7 @@ def _lay_out(documents: Iterable[_Document]) -> Pack:
 
 
 def _starts(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each document begins in a sorted array of documents, and its end."""
+    """Return the start of each document in a sorted array of documents, and the array's length."""
     starts: NDArray[np.int64] = np.r_[np.flatnonzero(np.diff(documents, prepend=-1)), len(documents)]
     return starts
 

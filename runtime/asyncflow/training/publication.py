@@ -1,19 +1,18 @@
-"""The versions that this trainer offers: the newest, and those that a later resume must be able to offer again.
+"""The versions that a trainer publishes: the newest, and the older ones that a resumed run must publish again.
 
-A row of D_k may be bound to an older version than the checkpoint's own: in delayed updates D_{j+1} comes from
-θ_{j-1}. If it has to be generated again after a resume at j, θ_{j-1} must still exist, so a checkpoint carries it
-along.
+A row of D_k may be bound to an older version than the checkpoint's own: in delayed updates D_{j+1} comes from θ_{j-1}.
+If the row must be generated again after a resume at j, θ_{j-1} must still exist, so the checkpoint contains it.
 
-Copying, digesting and announcing go on beside the training, which waits only where it would change weights that are not
-copied yet, or begin the next publication before the last one is announced. Older versions that are at hand also serve
-to measure the engine: a sample's log-probs are computed again with the weights that made it. Where the loss's old
-policy is the one a step behind (``lagged``), θ_{j-1} is kept and carried too.
+Copying, digesting and announcing run in the background of training. Training waits only before it changes weights that
+are not copied yet, and before it starts a publication while the previous one is not announced. Older versions that are
+still in memory also serve to measure the engine: a sample's log-probs are recomputed with the weights that generated
+it. If the loss uses the policy one step before (``lagged``), θ_{j-1} is kept and carried too.
 
-Every rank of a gang publishes what it holds of each version, its slices; no rank gathers them.
+Each rank of a gang publishes its slices of each version; no rank gathers them.
 
-Invariants: versions are announced in their order, and what is announced was copied while it did not change; after a
-resume at j, every version that an unfinished step may require is published under the new attempt, oldest first; what is
-carried costs no second copy, since it is the memory that the sender serves.
+Invariants: versions are announced in order, and announced weights were copied while they did not change. After a resume
+at j, every version that an unfinished step may require is published under the new attempt, oldest first. Carried
+versions need no second copy: they are the memory that the sender serves.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ from asyncflow.weights.slices import Box
 
 _CALL_S = 30.0
 _AFFORDABLE_BYTES = 1 << 30
-"""Memory for older versions that are kept only to measure the engine."""
+"""Memory for older versions that are kept only to measure the engine, in bytes."""
 
 log = logging.getLogger(__name__)
 
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
-"""Arrays of what one rank holds of each tensor."""
+"""One rank's part of each tensor."""
 
 
 class Publisher(Protocol):
-    """Methods of ``weights.sender.WeightSender`` that a trainer uses."""
+    """The methods of ``weights.sender.WeightSender`` that a trainer uses."""
 
     def copy(self, version: Version, tensors: Tensors) -> Copied:
-        """Copy the tensors aside; blocks."""
+        """Return a copy of the tensors; blocks."""
 
     def part(self, copied: Copied) -> ManifestPart:
-        """Digest a copy; blocks."""
+        """Return the manifest part with the digest of a copy; blocks."""
 
     async def announce(self, copied: Copied, part: ManifestPart, *, timeout: float) -> bool:
-        """Make the version known."""
+        """Announce the version to the driver."""
 
     def held(self, version: Version) -> Weights | None:
-        """Return the tensors of a version that is still served, None where it is not; they must not be changed."""
+        """Return the read-only tensors of a version that is still served, otherwise None."""
 
 
 class Publication:
-    """One rank's versions of one attempt, published one after another while the trainer goes on.
+    """One rank's versions of one attempt, published one after another in the background of training.
 
-    patience_s: how long the driver may be away; lagged: whether θ_{j-1} is kept beside θ_j, for the loss; ended: called
-    for each publication that is finished with the seconds that it took; digested: called with this rank's part of each
-    before it is announced. began_at: the step at which the attempt began,
-    -1 before it has. seconds: what the last publication took that was finished, None before the first.
+    patience_s: time for which the driver may be unreachable; lagged: whether θ_{j-1} is kept with θ_j, for the loss;
+    ended: called with the duration of each finished publication in seconds; digested: called with this rank's part of
+    each version before it is announced. began_at: the step at which the attempt started, -1 before. seconds: duration
+    of the last finished publication, None before the first.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class Publication:
         return self._step if self._publishing is not None and not self._publishing.done() else -1
 
     async def begin(self, step: int, weights: Callable[[], Tensors]) -> None:
-        """Begin to publish θ_step as soon as the version before it is announced.
+        """Start to publish θ_step after the previous version is announced.
 
-        weights: gives it, in another thread; it must not change before ``copied`` returns. Raises what ``announced``
-        raises.
+        weights: returns the weights, called in another thread; they must not change before ``copied`` returns. Raises
+        the errors of ``announced``.
         """
         await self.announced()
         loop = asyncio.get_running_loop()
@@ -126,29 +125,29 @@ class Publication:
             await asyncio.wait([self._copying])
 
     async def announced(self, *, within_s: float | None = None) -> None:
-        """Wait until everything begun is announced, at most ``within_s`` seconds.
+        """Wait until all started publications are announced, at most ``within_s`` seconds.
 
-        Raises Fenced when a newer attempt has published, DeadlineExceeded when the driver is away for too long.
+        Raises Fenced if a newer attempt has published, DeadlineExceeded if the driver is unreachable for too long.
         """
         if self._publishing is not None:
             await asyncio.wait([self._publishing], timeout=within_s)
             self.check()
 
     def check(self) -> None:
-        """Raise what the publication that ended last failed with."""
+        """Raise the error of the last publication if it has ended with one."""
         if self._publishing is not None and self._publishing.done():
             self._publishing.result()
 
     def close(self) -> None:
-        """Announce nothing any more."""
+        """Stop announcing versions."""
         if self.underway >= 0:
-            log.info("θ_%d is left unannounced", self.underway)
+            log.info("θ_%d was not announced", self.underway)
         if self._publishing is not None and not self._publishing.cancel() and not self._publishing.cancelled():
             self._publishing.exception()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _publish(self, copying: asyncio.Future[Copied]) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         with self._spans.beside("publish", step=self._step, version=self._step):
             copied = await copying
             part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
@@ -158,7 +157,7 @@ class Publication:
                 what=f"publishing {copied.version}",
                 timeout=self._patience_s,
             )
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - started
         self._ended(self.seconds)
 
     def _copy(self, step: int, weights: Callable[[], Tensors]) -> Copied:
@@ -170,11 +169,11 @@ class Publication:
         return copied
 
     def carried(self, step: int) -> list[int]:
-        """Return the steps, oldest first, of the versions that a checkpoint of θ_step has to carry."""
+        """Return the steps, oldest first, of the versions that a checkpoint of θ_step must carry."""
         return sorted(number for number in self._held.keys() & self._needed(step) if number < step)
 
     def slices(self, step: int) -> Tensors:
-        """Return what this rank holds of a version that ``carried`` named."""
+        """Return this rank's part of a version in ``carried``."""
         _, arena, shapes = self._held[step]
         return {
             name: PublishedSlice(array=array, offset=arena.boxes[name].offset, shape=shapes[name])
@@ -182,10 +181,10 @@ class Publication:
         }
 
     def weights_of(self, version: Version) -> Weights | None:
-        """Return the weights of a version that may have made a sample, None where they are not at hand.
+        """Return the weights of a version that may have generated a sample, None if they are not in memory; read-only.
 
-        What an earlier attempt published up to the step at which this one began is what this one holds of those steps;
-        what it published later were other weights. Nobody may change them.
+        Versions of earlier attempts up to the first step of this attempt equal this attempt's versions of those steps;
+        later versions of earlier attempts had other weights.
         """
         if version.attempt != self._attempt and version.step > self.began_at:
             return None
@@ -194,31 +193,31 @@ class Publication:
         return held if held is None else split_probe(held)[0]
 
     def _affordable(self, held: Mapping[int, Copied]) -> set[int]:
-        """Return the versions that may have made samples still to come, as many of the newest as cost little memory."""
+        """Return versions that may have generated future samples: as many of the newest as fit into little memory."""
         newest = max(held)
         window = [number for number in sorted(held, reverse=True) if number >= newest - self._schedule.lag]
         return set(window[: _AFFORDABLE_BYTES // max(1, held[newest].arena.nbytes)])
 
     def _needed(self, step: int) -> set[int]:
-        """The versions up to about θ_step that later steps need: to generate their samples, or as the old policy."""
+        """Return the versions up to θ_step that later steps need: to generate their samples, or as the old policy."""
         later = set(range(step + 1, step + 1 + self._schedule.lag + self._schedule.sync_every))
         return self._schedule.required(later) | ({step - 1} if self._lagged else set())
 
     @staticmethod
     def save(folder: Path, step: int, tensors: Tensors, *, rank: int) -> None:
-        """Write a rank's part of θ_step into ``folder``; whole tensors are written by rank 0 alone.
+        """Write a rank's part of θ_step into ``folder``; only rank 0 writes tensors that are not sharded.
 
-        Raises DiskError where it cannot be written.
+        Raises DiskError if it cannot be written.
         """
-        slices = {name: slice_of(name, given) for name, given in tensors.items()}
+        slices = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
         wanted = {name: one for name, one in slices.items() if rank == 0 or one.array.shape != one.shape}
         write_slices(folder / f"{_stem(step)}.safetensors", wanted)
 
     @staticmethod
     def read(checkpoint: Path | None, step: int, *, group: ProcessGroup, shared: bool) -> Tensors:
-        """Read a rank's part of θ_step, a version that a checkpoint of any number of ranks carries.
+        """Read a rank's part of θ_step from a checkpoint that carries it, written by any number of ranks.
 
-        Unless the ranks share the folder, rank 0 takes all of it, and the others, which see none, nothing.
+        Unless the ranks share the folder, rank 0 reads all of it, and the other ranks, which cannot access it, nothing.
         """
         if checkpoint is None:
             return {}

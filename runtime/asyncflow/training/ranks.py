@@ -1,16 +1,16 @@
 """The gang of one trainer: R processes that hold the same weights and act in lockstep.
 
-All that ranks say to one another beside gradients is one operation, ``gather``: every rank gives an array, and every
-rank gets all of them. Sums, agreement on where to resume, errors that all ranks raise (``jointly``) and the meeting of
-torch's process group are made of it. One rank alone needs no socket; several meet at the RpcServer of rank 0, whom they
-find in the directory.
+Apart from gradients, ranks communicate by one operation, ``gather``: every rank contributes an array and receives the
+arrays of all ranks. Sums, agreement on the step to resume at, joint errors (``jointly``) and the rendezvous of torch's
+process group are built on it. A single rank needs no socket; several ranks meet at the RpcServer of rank 0, whose
+address is in the directory.
 
-Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
-another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
-table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
-all ranks end after the same round, and none enters torch's collectives without the others. Checkpoints, which are
-written beside the training and after a rank has left too, have rounds of their own (``beside``), with negative numbers.
-A rank waits for the others as long as rank 0 gets on (a disk may be slow).
+Invariants: round n of attempt a combines exactly the n-th ``gather`` of every rank of attempt a. An array of another
+round, attempt, shape or dtype is refused, and a repeated call gets the same answer. Rank 0's table alone decides
+whether a round is complete: after one rank has left, an incomplete round stays incomplete for all ranks. So all ranks
+end after the same round, and no rank enters torch's collectives without the others. Checkpoints are written in the
+background of training, even after a rank has left, so they use separate rounds (``background``), numbered below 0. A
+rank waits for the others as long as rank 0 makes progress (a disk may be slow).
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ log = logging.getLogger(__name__)
 
 _KEEP_ROUNDS = 2
 _LEAVE_S = 2.0
-_TELL_S = 10.0
-_TELL_LEAVING_S = 0.5
-_ANSWER_S = 3 * _TELL_S
+_PROGRESS_S = 10.0
+_PROGRESS_LEAVING_S = 0.5
+_ANSWER_S = 3 * _PROGRESS_S
 _LEAST_S = 1.0
 
 
 class GroupLeft(Exception):
-    """This rank, or another of its gang, was told to leave: there are no more rounds."""
+    """This rank, or another of its gang, was asked to leave: there are no more rounds."""
 
 
 async def unless_leaving(work: Coroutine[Any, Any, None], leaving: asyncio.Event, *, grace_s: float = 2.0) -> None:
-    """Await ``work``; once ``leaving`` is set, only for ``grace_s`` seconds longer (then GroupLeft)."""
-    told = asyncio.create_task(leaving.wait())
+    """Await ``work``; once ``leaving`` is set, only for ``grace_s`` more seconds, then raise GroupLeft."""
+    leaves = asyncio.create_task(leaving.wait())
     trying = asyncio.create_task(work)
     try:
-        await asyncio.wait([told, trying], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([leaves, trying], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait([trying], timeout=grace_s)
         if not trying.done():
             raise GroupLeft
         trying.result()
     finally:
-        told.cancel()
+        leaves.cancel()
         trying.cancel()
 
 
@@ -68,36 +68,36 @@ class ProcessGroup(Protocol):
     world: int
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Return every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
+        """Return the ``array`` of all ranks (of the same shape and dtype) as [world, ...]; what: for error messages.
 
-        Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded when a rank is
-        missing for too long, GroupLeft when one leaves before all have given theirs.
+        Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded if a rank is missing
+        for too long, GroupLeft if a rank leaves before all have contributed.
         """
         ...
 
     def leave(self) -> None:
-        """Begin no more rounds, and let the other ranks know; called from the event loop, any number of times."""
+        """Start no more rounds, and notify the other ranks; called from the event loop, any number of times."""
         ...
 
     async def left(self) -> bool:
-        """Return whether a rank has left, and there are no more rounds; for a rank that waits for something else."""
+        """Return whether a rank has left, so that there are no more rounds; for ranks that wait for something else."""
         ...
 
-    def beside(self) -> ProcessGroup:
-        """Return the same ranks with rounds of their own, for another thread; leaving does not end these."""
+    def background(self) -> ProcessGroup:
+        """Return the same ranks with separate rounds, for another thread; leaving does not end these rounds."""
         ...
 
     def limit_patience(self, *, patience_s: float) -> None:
-        """Wait only ``patience_s`` for the slowest rank from now on; for ranks that ``beside`` returned."""
+        """From now on wait only ``patience_s`` for the slowest rank; for the result of ``background``."""
         ...
 
     async def close(self) -> None:
-        """Close the connection once the other ranks have been told or cannot be reached."""
+        """Close the connection after the other ranks have been notified or cannot be reached."""
         ...
 
 
 def gather_bytes(group: ProcessGroup, content: bytes, *, what: str) -> list[bytes]:
-    """Return every rank's ``content``, of any length, in the order of ranks."""
+    """Return the ``content`` of all ranks, which may differ in length, in the order of ranks."""
     lengths = group.gather(np.array([len(content)]), what=f"the size of {what}")[:, 0]
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
@@ -106,24 +106,24 @@ def gather_bytes(group: ProcessGroup, content: bytes, *, what: str) -> list[byte
 
 
 def gather_rows(group: ProcessGroup, table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rows of every rank's ``table``, [m, columns], whose m differ, in the order of ranks."""
+    """Return the concatenated rows of the ``table`` of all ranks, [m, columns]; m may differ between ranks."""
     parts = gather_bytes(group, np.ascontiguousarray(table).tobytes(), what="rows of a step")
     return np.concatenate([np.frombuffer(part, np.float64) for part in parts]).reshape(-1, table.shape[1])
 
 
 @contextlib.contextmanager
 def jointly(group: ProcessGroup, *, what: str) -> Iterator[None]:
-    """Raise on every rank the AsyncFlowError of any rank in this block: that of the lowest rank that has one.
+    """Raise on every rank the AsyncFlowError of any rank in this block; if there are several, the lowest rank's.
 
-    All ranks enter the block at the same point; collectives do not belong into it.
+    All ranks enter the block at the same point. The block must not contain collectives.
     """
     found: AsyncFlowError | None = None
     try:
         yield
     except AsyncFlowError as error:
         found = error
-    told = gather_bytes(group, msgspec.json.encode(found.to_wire()) if found else b"", what=f"the outcome of {what}")
-    for rank, content in enumerate(told):
+    outcome = msgspec.json.encode(found.to_wire()) if found else b""
+    for rank, content in enumerate(gather_bytes(group, outcome, what=f"the outcome of {what}")):
         if content and rank == group.rank and found is not None:
             raise found
         if content:
@@ -147,8 +147,8 @@ class SingleProcess:
         """Return False: there is no other rank."""
         return False
 
-    def beside(self) -> SingleProcess:
-        """Return this rank: its rounds need no order."""
+    def background(self) -> SingleProcess:
+        """Return this group: with one rank the order of rounds does not matter."""
         return self
 
     def limit_patience(self, *, patience_s: float) -> None:
@@ -169,9 +169,9 @@ class GatherCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatherReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``GatherCall``: one frame for each rank, in the order of ranks; none where the round is not complete.
+    """Answer to a ``GatherCall``: one frame for each rank, in the order of ranks; none if the round is incomplete.
 
-    left: a rank has left, so it never will be; progress: else, how far rank 0 has come with what it is doing.
+    left: whether a rank has left, so that the round stays incomplete; progress: otherwise, rank 0's progress.
     """
 
     round: int
@@ -180,7 +180,7 @@ class GatherReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank gives no more arrays."""
+    """Notice that a rank contributes no more arrays."""
 
     attempt: int
     rank: int
@@ -205,23 +205,23 @@ class LeaveReply(msgspec.Struct, frozen=True, kw_only=True):
 class GatherService:
     """Rank 0's table of rounds; call ``attach`` before the server starts.
 
-    progress: gives a number that changes while rank 0 gets on with what takes long, asked in a thread; tell_s: how
-    often a rank that waits is informed of it.
+    progress: returns a number that changes while rank 0 makes progress in a long operation, called in a thread;
+    progress_s: interval at which waiting ranks receive it.
     """
 
     def __init__(
-        self, *, attempt: int, world: int, progress: Callable[[], int] = lambda: 0, tell_s: float = _TELL_S
+        self, *, attempt: int, world: int, progress: Callable[[], int] = lambda: 0, progress_s: float = _PROGRESS_S
     ) -> None:
         self._attempt = attempt
         self._world = world
         self._progress = progress
-        self._tell_s = tell_s
+        self._progress_s = progress_s
         self._left = False
         self._rounds: dict[int, dict[int, tuple[GatherCall, bytes]]] = {}
         self._changed = asyncio.Condition()
 
     def attach(self, server: RpcServer) -> None:
-        """Answer ``trainer.gather``, ``trainer.leave`` and ``trainer.left`` there."""
+        """Register ``trainer.gather``, ``trainer.leave`` and ``trainer.left`` with ``server``."""
         server.route("trainer.gather", GatherCall, self._on_gather)
         server.route("trainer.leave", LeaveGroup, self._on_leave)
         server.route("trainer.left", LeftQuery, self._on_left)
@@ -236,21 +236,22 @@ class GatherService:
         for other, _ in arrays.values():
             if (other.dtype, other.shape) != (share.dtype, share.shape):
                 raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
-        beside, leaving = share.round < 0, self._left
-        if beside or not leaving:
+        background, leaving = share.round < 0, self._left
+        if background or not leaving:
             arrays[share.rank] = (share, bytes(frames[0]))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(self._tell_s, _TELL_LEAVING_S) if leaving else self._tell_s), self._changed:
+            timeout_s = min(self._progress_s, _PROGRESS_LEAVING_S) if leaving else self._progress_s
+            async with asyncio.timeout(timeout_s), self._changed:
                 self._changed.notify_all()
                 await self._changed.wait_for(
-                    lambda: len(arrays) == self._world or (self._left and not (beside and leaving))
+                    lambda: len(arrays) == self._world or (self._left and not (background and leaving))
                 )
         if len(arrays) < self._world:
-            left = self._left and not beside
+            left = self._left and not background
             progress = None if left else await asyncio.to_thread(self._progress)
             return GatherReply(round=share.round, left=left, progress=progress), []
-        over = share.round + _KEEP_ROUNDS * (1 if beside else -1)
-        if (over < 0) == beside:
+        over = share.round + _KEEP_ROUNDS * (1 if background else -1)
+        if (over < 0) == background:
             self._rounds.pop(over, None)
         return GatherReply(round=share.round), [arrays[rank][1] for rank in range(self._world)]
 
@@ -261,8 +262,8 @@ class GatherService:
             self._changed.notify_all()
         return LeaveReply()
 
-    async def _on_left(self, ask: LeftQuery, _frames: Sequence[memoryview]) -> LeftReply:
-        self._check(ask.attempt)
+    async def _on_left(self, query: LeftQuery, _frames: Sequence[memoryview]) -> LeftReply:
+        self._check(query.attempt)
         return LeftReply(left=self._left)
 
     def _check(self, attempt: int) -> None:
@@ -273,9 +274,9 @@ class GatherService:
 class HostProcessGroup:
     """A gang of several processes that meet at rank 0 over the host network.
 
-    leader: gives the address of rank 0 *of this attempt*, or None while it is not known; loop: the event loop that runs
-    the calls, while ``gather`` blocks the compute thread; patience_s: how long a gather waits for the slowest rank
-    while rank 0 does not get on.
+    leader: returns the address of rank 0 *of this attempt*, or None while it is unknown; loop: the event loop that runs
+    the calls while ``gather`` blocks the compute thread; patience_s: time that a gather waits for the slowest rank
+    while rank 0 makes no progress.
     """
 
     def __init__(
@@ -296,14 +297,14 @@ class HostProcessGroup:
         self._loop = loop
         self._patience_s = patience_s
         self._round = 0
-        self._onwards = 1
+        self._direction = 1
         self._leaving: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None
 
     def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
-        """Return every rank's ``array`` as [world, ...], from the compute thread."""
+        """Return the ``array`` of all ranks as [world, ...]; called from the compute thread."""
         array = np.ascontiguousarray(array)
-        self._round += self._onwards
+        self._round += self._direction
         share = GatherCall(
             attempt=self._attempt,
             round=self._round,
@@ -317,14 +318,14 @@ class HostProcessGroup:
         return np.stack([np.frombuffer(frame, array.dtype).reshape(array.shape) for frame in frames])
 
     def leave(self) -> None:
-        """Notify rank 0 that this rank leaves; a round still unanswered after two seconds, as rank 0 is gone, ends."""
+        """Notify rank 0 that this rank leaves; a round that rank 0 does not answer within two seconds ends."""
         if self._leaving is None:
-            self._leaving = self._loop.create_task(self._say_leave(), name="leaving the gang")
+            self._leaving = self._loop.create_task(self._notify_leave(), name="leaving the gang")
             if self._limit is not None:
                 self._limit.reschedule(self._loop.time() + _LEAVE_S)
 
     async def left(self) -> bool:
-        """Return whether rank 0 knows of a rank that has left; False where it does not answer."""
+        """Return whether rank 0 knows of a rank that has left; False if it does not answer."""
         try:
             return (
                 await self._client.call("trainer.left", LeftQuery(attempt=self._attempt), LeftReply, timeout=_LEAVE_S)
@@ -332,31 +333,31 @@ class HostProcessGroup:
         except (DeadlineExceeded, PeerLost):
             return False
 
-    def beside(self) -> HostProcessGroup:
-        """Return the same ranks with rounds from -1 downwards over this connection; ``left`` has no meaning there."""
+    def background(self) -> HostProcessGroup:
+        """Return the same ranks with rounds from -1 downwards over this connection; do not use ``left`` there."""
         ranks = copy(self)
-        ranks._round, ranks._onwards = 0, -1  # noqa: SLF001  it is one of its kind
+        ranks._round, ranks._direction = 0, -1  # noqa: SLF001  an object of the same class
         return ranks
 
     def limit_patience(self, *, patience_s: float) -> None:
-        """See ``ProcessGroup``; a round under way is waited for anew. Called from the event loop."""
+        """See ``ProcessGroup``; the wait for the current round restarts. Called from the event loop."""
         if patience_s < self._patience_s:
             self._patience_s = patience_s
             if self._limit is not None:
                 self._limit.reschedule(self._loop.time())
 
     async def close(self) -> None:
-        """Hang up, when rank 0 has heard of a ``leave``."""
+        """Close the connection, after rank 0 has received a ``leave`` or cannot be reached."""
         if self._leaving is not None:
             await asyncio.wait([self._leaving])
         await self._client.close()
 
-    async def _say_leave(self) -> None:
+    async def _notify_leave(self) -> None:
         leave = LeaveGroup(attempt=self._attempt, rank=self.rank)
         try:
             await self._client.call("trainer.leave", leave, LeaveReply, timeout=_LEAVE_S)
         except AsyncFlowError as error:
-            log.info("rank 0 was not told that rank %d leaves: %s", self.rank, error)
+            log.info("rank 0 was not notified that rank %d leaves: %s", self.rank, error)
 
     async def _call(self, share: GatherCall, content: bytes, what: str) -> list[memoryview]:
         whole = f"gathering {what} of {self.world} ranks"
@@ -365,7 +366,7 @@ class HostProcessGroup:
                 async with asyncio.timeout(None) as self._limit:
                     return (await self._gathered(share, content, whole))[1]
             except TimeoutError:
-                log.info("%s: this rank leaves, and waits %g s", whole, self._patience_s)
+                log.info("%s: this rank leaves and waits for %g s", whole, self._patience_s)
             finally:
                 self._limit = None
         if self._leaving is not None:
@@ -378,12 +379,12 @@ class HostProcessGroup:
         finally:
             self._limit = None
         if shares.left:
-            log.info("a rank of the gang leaves: %s will not be gathered", what)
+            log.info("a rank of the gang leaves, so %s will not be gathered", what)
             raise GroupLeft
         return frames
 
     async def _gathered(self, share: GatherCall, content: bytes, what: str) -> tuple[GatherReply, list[memoryview]]:
-        """Call until the round is complete or never will be; the patience begins anew whenever rank 0 has got on."""
+        """Call until the round is complete or cannot be; the patience restarts whenever rank 0 has made progress."""
 
         async def attempt() -> tuple[GatherReply, list[memoryview]]:
             return await self._client.call_frames(
@@ -400,7 +401,7 @@ class HostProcessGroup:
                 seen, until = shares.progress, self._loop.time() + self._patience_s
             elif self._loop.time() > until:
                 raise DeadlineExceeded(
-                    f"{what}: a rank is missing, and rank 0 has not got on for {self._patience_s:g} s",
+                    f"{what}: a rank is missing, and rank 0 has made no progress for {self._patience_s:g} s",
                     where="trainer",
-                    hint="The logs of the trainer's ranks say which",
+                    hint="The logs of the trainer's ranks say which one",
                 )

@@ -1,18 +1,16 @@
-"""The record of what a trainer rank trained: the samples of each slot in their order, and who made their tokens.
+"""The record of a trainer rank: the samples of each slot in order, and the versions that generated their tokens.
 
     DIR/steps/rank-0000.jsonl
-      {"type":"begin", ...}    an attempt begins with the weights of a step
-      {"type":"step", ...}     a step was made, of these samples
-      {"type":"weights", ...}  the digest of weights as this rank published them
+      {"type":"begin", ...}    an attempt starts with the weights of a step
+      {"type":"step", ...}     a step was completed with these samples
+      {"type":"weights", ...}  the digest of weights that this rank published
 
-With the checkpoints, the data and the seed this is enough to make a step again (``asyncflow replay``): the order in
-which samples arrived, and the versions that made them, are what a run in a streaming mode depends on beside its
-manifest. Contents are not kept, but their digests are, so that whoever makes a sample again knows whether it is the
-same.
+Together with the checkpoints, the data and the seed this suffices to repeat a step (``asyncflow replay``). In streaming
+modes a run depends on its manifest, on the order in which samples arrived, and on the versions that generated them. The
+record contains digests of samples, not their contents, so that a regenerated sample can be compared with the original.
 
-Invariants: a line is whole, or it is the last one of a process that was killed; what the record lacks, because a disk
-failed, it lacks as whole lines, and training goes on; the lines of an attempt are in the order in which things
-happened. About 100 bytes a sample.
+Invariants: every line is complete, except the last line of a process that was killed. If a disk fails, whole lines are
+missing and training continues. The lines of an attempt are in chronological order. A sample takes about 100 bytes.
 """
 
 from __future__ import annotations
@@ -40,12 +38,12 @@ from asyncflow.weights.manifest import ManifestPart, entries_digest
 log = logging.getLogger(__name__)
 
 STEPS = "steps"
-"""Folder of a run with these files."""
+"""Folder with these files in the folder of a run."""
 _BYTES = 8
 
 
 class TokenRun(Struct, frozen=True, array_like=True):
-    """Tokens of a response, one behind the other, that one version made."""
+    """Consecutive tokens of a response that one version generated."""
 
     tokens: int
     attempt: int
@@ -53,16 +51,15 @@ class TokenRun(Struct, frozen=True, array_like=True):
 
     @property
     def version(self) -> Version:
-        """The version that made them."""
+        """The version that generated the tokens."""
         return Version(self.attempt, self.step)
 
 
 class SampleRecord(Struct, frozen=True, array_like=True):
     """A sample that was trained.
 
-    runs: who made its tokens, from the first to the last; reward; decided: what the driver wrote of it, its advantage
-    or its outcome, None where each token has one of its own; ids, logprobs: digests of the response's tokens and of the
-    engine's log-probs.
+    runs: token runs in order; reward; decided: advantage or outcome that the driver wrote, None if each token has its
+    own advantage; ids, logprobs: digests of the response's tokens and of the engine's log-probs.
     """
 
     serial: int
@@ -75,17 +72,17 @@ class SampleRecord(Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> SampleKey:
-        """Its name."""
+        """The sample's key."""
         return SampleKey(self.serial, self.sample)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the response."""
+        """Number of tokens of the response."""
         return sum(run.tokens for run in self.runs)
 
 
 class BeginRecord(Struct, frozen=True, tag="begin", kw_only=True):
-    """Attempt ``attempt`` of the trainer, of ``ranks`` ranks, began with the weights θ_step."""
+    """Attempt ``attempt`` of the trainer, with ``ranks`` ranks, started with the weights θ_step."""
 
     attempt: int
     step: int
@@ -93,7 +90,7 @@ class BeginRecord(Struct, frozen=True, tag="begin", kw_only=True):
 
 
 class StepRecord(Struct, frozen=True, tag="step", kw_only=True):
-    """Step ``step`` was made by ``attempt``. slots: this rank's samples of each, in the order of accumulation."""
+    """``attempt`` completed step ``step``. slots: this rank's samples of each slot, in the order of accumulation."""
 
     attempt: int
     step: int
@@ -101,7 +98,7 @@ class StepRecord(Struct, frozen=True, tag="step", kw_only=True):
 
 
 class WeightsRecord(Struct, frozen=True, tag="weights", kw_only=True):
-    """Digest of θ_step as this rank published it (``entries_digest``)."""
+    """Digest of θ_step as published by this rank (``entries_digest``)."""
 
     attempt: int
     step: int
@@ -119,7 +116,7 @@ def digest(values: NDArray[np.generic]) -> str:
 
 
 def runs_of(versions: NDArray[np.int64]) -> list[TokenRun]:
-    """Return who made the tokens of a response, ``Version.packed`` of each, int64[n]."""
+    """Return the token runs of a response; versions: ``Version.packed`` of each token, int64[n]."""
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [
         TokenRun(end - start, *Version.unpack(int(versions[start]))) for start, end in pairwise(bounds) if end > start
@@ -145,34 +142,34 @@ def records_of(batch: MicroBatch) -> list[SampleRecord]:
 
 
 def step_file(run: Path, rank: int) -> Path:
-    """Return the file of a rank."""
+    """Return the path of a rank's record."""
     return run / STEPS / f"rank-{rank:04d}.jsonl"
 
 
 class StepRecorder:
-    """Writes the record of one rank in the folder of a run; where the disk fails, lines are missing."""
+    """Writes the record of one rank in the folder of a run; if the disk fails, lines are missing."""
 
     def __init__(self, run: Path, *, rank: int, attempt: int) -> None:
         self._path = step_file(run, rank)
         self._attempt = attempt
         self._slots: list[list[SampleRecord]] = []
-        self._begun = self._failing = False
+        self._started = self._failing = False
 
     def begin(self, step: int, *, ranks: int) -> None:
-        """Note that the attempt begins with θ_step."""
+        """Record that the attempt starts with θ_step."""
         self._write(BeginRecord(attempt=self._attempt, step=step, ranks=ranks))
 
     def add(self, batch: MicroBatch) -> None:
-        """Take in this rank's part of the next slot."""
+        """Add this rank's part of the next slot."""
         self._slots.append(records_of(batch))
 
     def finish(self, step: int) -> None:
-        """Note that the step was made, of the slots since the last one."""
+        """Record that the step was completed with the slots added since the last one."""
         slots, self._slots = self._slots, []
         self._write(StepRecord(attempt=self._attempt, step=step, slots=slots))
 
     def published(self, part: ManifestPart) -> None:
-        """Note the digest of a version that is published; called from another task of the same thread."""
+        """Record the digest of a published version; called from another task of the same thread."""
         step = Version.unpack(part.version).step
         self._write(WeightsRecord(attempt=self._attempt, step=step, digest=entries_digest(part.tensors)))
 
@@ -183,29 +180,29 @@ class StepRecorder:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 end = os.fstat(descriptor).st_size
-                torn = not self._begun and end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+                torn = not self._started and end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
                 if os.write(descriptor, data := b"\n" * torn + line) < len(data):
                     os.ftruncate(descriptor, end)
                     raise OSError("the disk is full")
             finally:
                 os.close(descriptor)
-            self._begun, self._failing = True, False
+            self._started, self._failing = True, False
         except OSError as error:
             if not self._failing:
-                log.warning("%s cannot be written, steps will be missing there: %s", self._path, error)
+                log.warning("%s cannot be written and will lack steps: %s", self._path, error)
             self._failing = True
 
 
 def read_records(run: Path, rank: int) -> Iterator[Record]:
-    """Yield what a rank recorded, in order; lines that were torn when a process was killed are passed over.
+    """Yield a rank's records in order, skipping lines that were torn when a process was killed.
 
-    Raises AsyncFlowError where there is no such file.
+    Raises AsyncFlowError if there is no such file.
     """
     path = step_file(run, rank)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        hint = "The run has trained no step, or an older version of AsyncFlow made it"
+        hint = "The run has not trained a step, or was made by an older version of AsyncFlow"
         raise AsyncFlowError(f"there is no record of steps: {error.strerror}", where=str(path), hint=hint) from error
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -213,5 +210,5 @@ def read_records(run: Path, rank: int) -> Iterator[Record]:
 
 
 def ranks_of(run: Path) -> Sequence[int]:
-    """Return the ranks of which there is a record."""
+    """Return the ranks that have a record."""
     return sorted(int(path.stem.removeprefix("rank-")) for path in (run / STEPS).glob("rank-*.jsonl"))

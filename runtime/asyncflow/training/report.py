@@ -1,9 +1,9 @@
-"""Report of the trainer on each step, to the driver and so to ``metrics.jsonl``, and the statistics that it is made of.
+"""The trainer's report of each step to the driver, which writes it to ``metrics.jsonl``, and the underlying statistics.
 
-Invariants: everything is measured over the whole of D_step and all ranks, and every number is finite, so a line is
-JSON. What is kept is bounded, whatever the number of samples and tokens, and does not depend on how D_step was cut into
-slots and ranks. A quantile is never below the true one and at most 1.2 % above. Two sets of samples have the same
-digest only if they are the same set, as far as 64 bits can tell.
+Invariants: all values are measured over the whole of D_step and all ranks, and every number is finite, so that a line
+is valid JSON. Memory is bounded, whatever the number of samples and tokens. The statistics do not depend on the
+division of D_step into slots and ranks. A reported quantile is never below the true one and at most 1.2 % above it. Two
+different sets of samples have different digests, up to collisions of 64 bits.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _BINS = _PER_DECADE * _DECADES + 2
 _UNITS = 1 << 149
 _DIGIT_BITS = 40
 _DIGITS = 8
-"""Digits of a sum of rewards: 320 bits hold 2^40 of the largest float32."""
+"""Digits of a sum of rewards: 320 bits hold 2^40 times the largest float32."""
 _DIGIT = (1 << _DIGIT_BITS) - 1
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class Histogram:
-    """Counts of non-negative values in bins of equal ratio from 1e-9 to 1e3; the first bin is below, the last above."""
+    """Counts of non-negative values in bins of equal ratio from 1e-9 to 1e3, with one more bin at each end."""
 
     def __init__(self, counts: NDArray[np.float64] | None = None) -> None:
         self.counts = np.zeros(_BINS) if counts is None else counts
 
     def add(self, values: NDArray[np.floating]) -> None:
-        """Count ``values`` [n] >= 0; NaN is passed over."""
+        """Count ``values`` [n] >= 0; NaN is ignored."""
         known = values[~np.isnan(values)]
         scaled = np.log10(np.maximum(known, _FLOOR / 10) / _FLOOR) * _PER_DECADE
         bins = np.clip(np.floor(scaled) + 1, 0, _BINS - 1).astype(np.int64)
         self.counts += np.bincount(bins, minlength=_BINS)
 
     def quantile(self, q: float) -> float:
-        """Return the upper edge of the bin that holds quantile ``q``; nan where nothing was counted."""
+        """Return the upper edge of the bin that holds quantile ``q``; nan if nothing was counted."""
         total = self.counts.sum()
         if not total:
             return float("nan")
@@ -58,7 +58,7 @@ class Histogram:
 
 
 class StepMeter:
-    """Named sums and maxima beside a histogram; ``array`` and ``merged`` carry it between ranks."""
+    """Named sums, maxima and a histogram; ``array`` and ``merged`` combine the meters of several ranks."""
 
     def __init__(self, *, sums: Sequence[str], maxima: Sequence[str]) -> None:
         self.sums = dict.fromkeys(sums, 0.0)
@@ -66,7 +66,7 @@ class StepMeter:
         self.histogram = Histogram()
 
     def add(self, values: Iterable[tuple[str, float]]) -> None:
-        """Add to sums, or raise maxima, by name."""
+        """Add values to sums or maxima, by name."""
         for name, value in values:
             if name in self.sums:
                 self.sums[name] += value
@@ -74,11 +74,11 @@ class StepMeter:
                 self.maxima[name] = max(self.maxima[name], value)
 
     def array(self) -> NDArray[np.float64]:
-        """Return everything as float64[n], the same n on every rank."""
+        """Return all values as float64[n], with the same n on every rank."""
         return np.concatenate([list(self.sums.values()), list(self.maxima.values()), self.histogram.counts])
 
     def merged(self, rows: NDArray[np.float64]) -> Self:
-        """Return the meter that all the ranks' arrays, [world, n], make together."""
+        """Return the combination of the arrays of all ranks, [world, n]."""
         one = type(self)(sums=list(self.sums), maxima=list(self.maxima))
         added, highest = rows.sum(axis=0).tolist(), rows.max(axis=0).tolist()
         one.sums = dict(zip(self.sums, added, strict=False))
@@ -90,14 +90,15 @@ class StepMeter:
 @dataclass(kw_only=True)
 class StepTally:
     """Counts of one step. Lags are in steps, (step - 1) - v; ``staleness_start_sum`` is over samples that have tokens.
-    Response tokens are those that the policy chose, observation tokens the others of a response.
+    Response tokens are those that the policy chose; observation tokens are all other tokens of a response.
 
-    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64. ``rewards`` is the exact sum of the
-    rewards, which are float32, in units of 2^-149: every float32 is a whole number of them.
+    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, stored as int64. ``rewards`` is the exact sum of the
+    float32 rewards in units of 2^-149, of which every float32 is an integer multiple. nonempty: samples that have
+    tokens.
     """
 
     samples: int = 0
-    spoken: int = 0
+    nonempty: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
     observation_tokens: int = 0
@@ -119,13 +120,13 @@ class StepTally:
         self.digest = int(np.append(_hashes(batch), digest).sum(dtype=np.uint64).view(np.int64))
         if batch.rewards is not None:
             ratios = map(float.as_integer_ratio, batch.rewards.tolist())
-            self.rewards += sum(starmap(lambda over, under: over * (_UNITS // under), ratios))
+            self.rewards += sum(starmap(lambda numerator, denominator: numerator * (_UNITS // denominator), ratios))
         starts = batch.versions.offsets[:-1][batch.responses.lengths > 0]
         if not len(starts):
             return
         lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
         oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
-        self.spoken += len(starts)
+        self.nonempty += len(starts)
         self.staleness_start_sum += int(oldest.sum())
         self.staleness_token_sum += int(lags[chosen].sum())
         self.staleness_start_max = max(self.staleness_start_max, int(oldest.max()))
@@ -133,11 +134,11 @@ class StepTally:
 
     @property
     def reward_mean(self) -> float:
-        """Mean reward over the samples, 0 where there are none."""
+        """Mean reward over the samples, 0 if there are none."""
         return float(Fraction(self.rewards, _UNITS * max(1, self.samples)))
 
     def array(self) -> NDArray[np.int64]:
-        """Return all entries in the order of the fields, the last ``_DIGITS`` being the digits of ``rewards``."""
+        """Return all entries in the order of the fields, with the ``_DIGITS`` digits of ``rewards`` at the end."""
         digits = [self.rewards >> _DIGIT_BITS * place & _DIGIT for place in range(_DIGITS - 1)]
         last = self.rewards >> _DIGIT_BITS * (_DIGITS - 1)
         entries = [value for name, value in vars(self).items() if name != "rewards"]
@@ -145,7 +146,7 @@ class StepTally:
 
     @classmethod
     def merged(cls, rows: NDArray[np.int64]) -> StepTally:
-        """Make one tally of the arrays of all ranks, [world, fields]."""
+        """Return the combination of the arrays of all ranks, [world, fields]."""
         total, highest = rows.sum(axis=0), rows.max(axis=0)
         names = [name for name in vars(cls()) if name != "rewards"]
         entries = {name: int((highest if name.endswith("_max") else total)[index]) for index, name in enumerate(names)}
@@ -162,12 +163,15 @@ def _hashes(batch: MicroBatch) -> NDArray[np.uint64]:
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Parts of the time since the last report.
+    """The time since the last report, by activity.
 
-    wall: all of it; wait: for samples; compute: forward and backward, on a device until they are queued there;
-    optimizer: the step, and what is still queued before it; publish: waiting for a publication, which goes on beside
-    the rest; checkpoint: for which the step before this one waited (the copying, and the end of the checkpoint before),
-    not the writing beside training.
+    wall: total.
+    wait: waiting for samples.
+    compute: forward and backward, on a device until they are queued there.
+    optimizer: the step, including work that was still queued on the device before it.
+    publish: waiting for a publication, which otherwise runs in the background.
+    checkpoint: time that the previous step waited for checkpoints (copying, and the end of the checkpoint before),
+        without the writing in the background.
     """
 
     wall: float
@@ -179,17 +183,24 @@ class Seconds(Struct, frozen=True, kw_only=True):
 
 
 class TrainReport(Struct, frozen=True, kw_only=True):
-    """One optimizer step.
+    """Report of one step.
 
-    ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: of prompts, responses
-    and observations; response_tokens: those that the policy chose; observation_tokens: those of observations;
-    staleness_start, staleness_end: versions between the gradient and a sample's oldest and newest token,
-    (step - 1) - v; staleness_token_mean: mean over response tokens; logprob_gap_p99: |engine - trainer| under the
-    weights that made the tokens, of all that the trained version made, and of some of each older version whose weights
-    are at hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its
-    process began; publication_s: what the last finished publication took, from the copy to the answer of the driver,
-    None before the first; started, ended: unix time of the step; keys: digest of the set of samples, whatever their
-    order; published: whether θ_step is published.
+    ranks: size of the gang.
+    metrics: the backend's metrics, by name.
+    reward: mean over the samples.
+    tokens: tokens of prompts, responses and observations.
+    response_tokens: tokens that the policy chose.
+    observation_tokens: tokens of observations.
+    staleness_start, staleness_end: lag of a sample's oldest and newest token, (step - 1) - v.
+    staleness_token_mean: mean over response tokens.
+    logprob_gap_p99: |engine - trainer| under the weights that generated the tokens. It covers all tokens of the trained
+        version and some tokens of each older version whose weights are available; None if there are none.
+    busy_s: forward, backward, optimizer and checkpoint time of rank 0 since its process started.
+    publication_s: duration of the last finished publication, from the copy to the driver's answer; None before the
+        first.
+    started, ended: unix time of the step.
+    keys: digest of the set of samples, independent of their order.
+    published: whether θ_step is published.
     """
 
     attempt: int
@@ -229,9 +240,9 @@ def describe(
     started: float,
     ended: float,
 ) -> TrainReport:
-    """Make the report of ``step``, without metrics that are not finite, which JSON cannot say.
+    """Return the report of ``step``, without metrics that are not finite, which JSON cannot represent.
 
-    spent: seconds by the names of ``Seconds``; what is missing there is 0.
+    spent: seconds by the names of ``Seconds``; missing names count as 0.
     """
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return TrainReport(
@@ -244,7 +255,7 @@ def describe(
         response_tokens=tally.response_tokens,
         observation_tokens=tally.observation_tokens,
         staleness_start_max=tally.staleness_start_max,
-        staleness_start_mean=tally.staleness_start_sum / max(1, tally.spoken),
+        staleness_start_mean=tally.staleness_start_sum / max(1, tally.nonempty),
         staleness_end_max=tally.staleness_end_max,
         staleness_token_mean=tally.staleness_token_sum / max(1, tally.response_tokens),
         logprob_gap_p99=metrics.get("logprob_gap_p99"),
@@ -260,4 +271,4 @@ def describe(
 
 
 class ReportReply(Struct, frozen=True):
-    """Answer of the driver to a report."""
+    """The driver's answer to a report."""

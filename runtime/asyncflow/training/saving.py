@@ -1,12 +1,12 @@
-"""Checkpoints of one rank, written beside the training.
+"""Checkpoints of one rank, written in the background during training.
 
-    between two steps   copy θ_k and the optimizer aside (compute thread)
-    beside the next     ledger on disk -> files of all ranks -> manifest (the commit point) -> queue.commit(k)
+    between two steps     copy θ_k and the optimizer state (compute thread)
+    during the next steps   ledger on disk -> files of all ranks -> manifest (the commit point) -> queue.commit(k)
 
-Invariant: at most one checkpoint is on its way, and the next begins when it has ended, so a slow disk delays training
-and never piles up copies. The ledger has a checkpoint's steps on disk before the manifest gets its name, and hears of
-it afterwards. A disk that fails puts a checkpoint off, for DISK_S seconds at most. Where ranks see no common folder,
-training waits until rank 0 has written everything.
+Invariants: at most one checkpoint is written at a time, and the next starts after its end, so a slow disk delays
+training and copies never accumulate. The steps of a checkpoint are in the ledger on disk before the manifest is
+renamed, and the ledger records the commit afterwards. A disk error postpones a checkpoint, for DISK_S seconds at most.
+If ranks share no folder, training waits until rank 0 has written everything.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
 _SYNC_S = 10.0
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 DISK_S = 300.0
-"""Seconds for which the disk may refuse checkpoints before the trainer ends."""
+"""Time for which checkpoints may fail because of the disk before the trainer ends, in seconds."""
 
 
 class Saver:
-    """Writes the checkpoints that the trainer asks for.
+    """Writes the checkpoints that the trainer requests.
 
-    compute: the trainer's compute thread; leaving: set once the trainer leaves; failed: called for each checkpoint that
-    the disk refused; saved: called for each that was written with the seconds that it took. committed: step of the
-    newest checkpoint; newest: that, or the step of the one which is being written.
+    compute: the trainer's compute thread; leaving: set when the trainer begins to leave; failed: called for each
+    checkpoint that failed because of the disk; saved: called with the duration of each written checkpoint in seconds.
+    committed: step of the newest complete checkpoint; newest: the same, or the step of the checkpoint being written.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: asyncio.Task[None] | None = None
         self._failing_since: float | None = None
-        self._again_at = 0.0
+        self._retry_at = 0.0
 
     @property
     def saving(self) -> bool:
@@ -87,20 +87,20 @@ class Saver:
 
     @property
     def retry_in_s(self) -> float | None:
-        """Seconds until a checkpoint that the disk refused is due again, None where none is."""
+        """Seconds until a checkpoint that failed because of the disk is retried, None if there is none."""
         if self.saving or self._failing_since is None:
             return None
-        return max(0.0, self._again_at - time.monotonic())
+        return max(0.0, self._retry_at - time.monotonic())
 
     def resumed(self, step: int) -> None:
-        """Note that the trainer begins at ``step``, whose checkpoint is there."""
+        """Record that the trainer starts at ``step``, whose checkpoint exists."""
         self.committed = self.newest = step
 
     async def begin(self, step: int, *, samples: int) -> None:
-        """Begin to write a checkpoint of θ_step, the state as it is now; collective.
+        """Start to write a checkpoint of θ_step, the current state. Collective.
 
-        Returns when the state may change; where another checkpoint is on its way, that is after its end. samples:
-        trained so far. Raises what ``finished`` raises.
+        Returns when the state may change; if another checkpoint is being written, waits for its end first. samples:
+        number of samples trained so far. Raises the errors of ``finished``.
         """
         await self.finished()
         shared, carried = self._checkpoints.shared, self._publication.carried(step)
@@ -114,24 +114,24 @@ class Saver:
             await self.finished()
 
     async def finished(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until no checkpoint is being written.
 
-        Raises Fenced for an attempt that has been replaced, CheckpointError when the disk has failed for too long,
-        DeadlineExceeded where a rank is gone.
+        Raises Fenced for an attempt that has been replaced, CheckpointError if the disk has failed for too long,
+        DeadlineExceeded if a rank is lost.
         """
         if self._saving is not None:
             await asyncio.wait([self._saving])
             self.check()
 
     def check(self) -> None:
-        """Raise what the checkpoint that ended last failed with."""
+        """Raise the error of the last checkpoint if it has ended with one."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
 
     async def save_and_leave(self, step: int, *, samples: int) -> None:
-        """Write a checkpoint of θ_step with all ranks that leave, unless there is one.
+        """Write a checkpoint of θ_step with all ranks that leave, unless it exists.
 
-        Ranks wait ``leave_s`` for one another; where one is gone, nothing is written.
+        Ranks wait ``leave_s`` for each other; if one is lost, nothing is written.
         """
         group = self._checkpoints.group
         group.limit_patience(patience_s=self._settings.leave_s)
@@ -139,27 +139,27 @@ class Saver:
             await self.finished()
             if step == self.committed:
                 return
-            there = partial(group.gather, np.zeros(1), what=f"who is left to save θ_{step}")
-            await asyncio.get_running_loop().run_in_executor(self._compute, there)
+            barrier = partial(group.gather, np.zeros(1), what=f"the ranks that save θ_{step}")
+            await asyncio.get_running_loop().run_in_executor(self._compute, barrier)
             await self.begin(step, samples=samples)
             await self.finished()
         except DeadlineExceeded as error:
-            log.error("no checkpoint of step %d can be written, for a rank is gone: %s", step, error)
+            log.error("no checkpoint of step %d can be written, because a rank is lost: %s", step, error)
 
     async def close(self) -> None:
-        """Wait for the end of what is being written, or of the wait for a rank that is gone."""
+        """Wait until the current checkpoint is written, or until the wait for a lost rank times out."""
         self._checkpoints.group.limit_patience(patience_s=self._settings.leave_s)
         if self.saving and self._saving is not None:
             await asyncio.wait([self._saving])
-            if wrong := self._saving.exception():
-                log.error("the checkpoint of step %d was not written: %s", self.newest, wrong)
+            if error := self._saving.exception():
+                log.error("the checkpoint of step %d was not written: %s", self.newest, error)
         self._thread.shutdown(wait=False)
 
     async def _save(
         self, manifest: CheckpointManifest, write: Callable[[Path], None], versions: dict[int, Tensors]
     ) -> None:
-        began = time.monotonic()
-        # Without a common folder writing is collective, and torch's collectives belong into the compute thread.
+        started = time.monotonic()
+        # Without a common folder writing is collective, and torch's collectives must run in the compute thread.
         thread = self._thread if self._checkpoints.shared else self._compute
         saving = partial(self._write, manifest, write, versions, unsynced=await self._sync())
         try:
@@ -167,19 +167,19 @@ class Saver:
                 await asyncio.get_running_loop().run_in_executor(thread, saving)
         except DiskError as error:
             self.newest = self.committed
-            self._put_off(manifest.step, error)
+            self._postpone(manifest.step, error)
             return
         self._failing_since = None
         self.committed = manifest.step
-        self._saved(time.monotonic() - began)
+        self._saved(time.monotonic() - started)
         if self._checkpoints.group.rank == 0:
-            await self._tell(manifest.step)
+            await self._commit(manifest.step)
 
     async def _sync(self) -> DiskError | None:
         """Sync the ledger to disk; return the error if that fails.
 
-        A trainer that leaves does not wait long for that, and writes no checkpoint without: one that outlived the
-        ledger would cost the run, where a missing one costs the steps since the last.
+        A trainer that leaves waits for that only briefly, and otherwise writes no checkpoint. The run
+        would fail with a checkpoint newer than the ledger on disk; a missing one only costs the steps since the last.
         """
         if self._checkpoints.group.rank > 0:
             return None
@@ -210,18 +210,18 @@ class Saver:
         self._checkpoints.write(manifest, write, *carry)
 
     def _carry(self, folder: Path, step: int, slices: Tensors) -> None:
-        """Write this rank's part of an older version, or all of it where only rank 0 sees the folder."""
+        """Write this rank's part of an older version, or all of it if only rank 0 can access the folder."""
         first, shared = self._checkpoints.group.rank == 0, self._checkpoints.shared
-        # Of versions that it has read from a checkpoint which the others do not see, rank 0 has all.
+        # Rank 0 has the full tensors of versions that it read from a checkpoint that no other rank can access.
         if not shared and step >= self._publication.began_at:
-            probe = {name: given for name, given in slices.items() if is_probe(name)}
-            weights = {name: given for name, given in slices.items() if name not in probe}
+            probe = {name: tensor for name, tensor in slices.items() if is_probe(name)}
+            weights = {name: tensor for name, tensor in slices.items() if name not in probe}
             slices = {**{name: array for name, array in self._backend.whole(weights) if first}, **probe}
         if shared or first:
             Publication.save(folder, step, slices, rank=self._checkpoints.group.rank)
 
-    async def _tell(self, step: int) -> None:
-        """Notify the queue of a checkpoint; a queue that is not reached learns of it when the next attempt begins."""
+    async def _commit(self, step: int) -> None:
+        """Notify the queue of a checkpoint; an unreachable queue learns of it when the next attempt starts."""
         commit: Callable[[], Awaitable[None]] = partial(
             self._queue.commit,
             partition=self._settings.partition,
@@ -229,19 +229,19 @@ class Saver:
             step=step,
             timeout=_CALL_S,
         )
-        told = retry(commit, what=f"committing step {step}", timeout=self._settings.patience_s)
+        committed = retry(commit, what=f"committing step {step}", timeout=self._settings.patience_s)
         try:
-            await unless_leaving(told, self._leaving)
+            await unless_leaving(committed, self._leaving)
         except GroupLeft:
-            log.info("the queue was not told of the checkpoint of step %d, for the trainer leaves", step)
+            log.info("the queue was not notified of the checkpoint of step %d, because the trainer leaves", step)
 
-    def _put_off(self, step: int, error: AsyncFlowError) -> None:
+    def _postpone(self, step: int, error: AsyncFlowError) -> None:
         now = time.monotonic()
         self._failed()
         since = self._failing_since = self._failing_since or now
         if now - since > DISK_S:
             what = f"no checkpoint could be written for {now - since:.0f} s: {error.what}"
             raise CheckpointError(what, where=error.where, hint=error.hint) from error
-        self._again_at = now + max(_AGAIN_S, (now - since) / 4)
-        outcome = "is not written, for the trainer leaves" if self._leaving.is_set() else "is tried again"
+        self._retry_at = now + max(_RETRY_S, (now - since) / 4)
+        outcome = "is not written, because the trainer leaves" if self._leaving.is_set() else "will be retried"
         log.error("the checkpoint of step %d %s: %s", step, outcome, error)

@@ -1,7 +1,7 @@
-"""Settings of training, in the trainer's own terms; the trainer's role fills them from the manifest.
+"""Settings of training, in the trainer's terms; the trainer's role fills them from the manifest.
 
-Invariant: the learning rate of step k is a function of k and of these settings alone, so that a resumed run continues
-on the same curve.
+Invariant: the learning rate of step k is a function of k and of these settings alone, so a resumed run continues on the
+same curve.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.training.packing import LayoutName
 
 WeightsDtype = Literal["float32", "bfloat16"]
-"""The dtypes in which a backend holds weights, and to which it rounds them when they leave it."""
+"""Dtypes in which a backend can hold weights, and to which it can round published weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """AdamW and its learning rate.
 
-    The rate rises linearly over ``warmup_steps``, then stays (``constant``) or falls to ``final_fraction`` of itself at
-    step ``steps`` (``linear``, ``cosine``). Weight decay acts on matrices only, not on biases and norms.
-    ``max_grad_norm`` 0 is no clipping.
+    The rate rises linearly over ``warmup_steps``, then stays (``constant``) or falls to ``final_fraction`` of its peak
+    at step ``steps`` (``linear``, ``cosine``). Weight decay applies to matrices only, not to biases and norms.
+    ``max_grad_norm`` 0 disables clipping.
     """
 
     learning_rate: float
@@ -54,7 +54,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """Settings of a critic. warmup_steps: first steps, which train it alone."""
+    """Settings of a critic. warmup_steps: number of first steps that train only the critic."""
 
     optimizer: OptimizerSettings
     warmup_steps: int = 0
@@ -64,17 +64,24 @@ class CriticSettings:
 class BackendSettings:
     """Settings of a backend.
 
-    critic: the model beside the policy of an algorithm that has one; lora: adapters to train in place of the weights,
-    None for all weights; temperature: of the sampling that made the responses, applied to the trainer's logits too;
-    compute: dtype of forward and backward; weights: dtype in which weights are held (bfloat16: each update is rounded
-    stochastically; moments and the sum of gradients are always float32); layout: see ``packing``; pack_tokens: most
-    tokens of a rank's part of a slot, which is computed as one pack (None: the backend's choice); longest: most tokens
-    of one sample (None: not known); threads: of this rank, 0 = the library's choice; group_size: samples of one prompt;
-    device: torch's name of the kind of device; local_rank: which of the devices that this process sees is its own;
-    share: part of its memory that this rank may use; host: the address at which other ranks reach this one;
-    deterministic: the same bits again on an accelerator too, which costs speed (the CPU gives them always);
-    reference_given: whether batches bring the reference's log-probs, so that no reference model is held here; options:
-    the backend's own.
+    critic: the critic's settings if the algorithm has one.
+    lora: adapters to train in place of the weights, None to train all weights.
+    temperature: sampling temperature of the responses, applied to the trainer's logits too.
+    compute: dtype of forward and backward.
+    weights: dtype in which weights are held. In bfloat16 each update is rounded stochastically; moments and accumulated
+        gradients are always float32.
+    layout: see ``packing``.
+    pack_tokens: most tokens of a rank's part of a slot, computed as one pack; None: the backend chooses.
+    longest: most tokens of one sample, None if unknown.
+    threads: CPU threads of this rank, 0 for the library's default.
+    group_size: samples of one prompt.
+    device: torch's device type.
+    local_rank: index of this rank's device among the devices that the process sees.
+    share: fraction of the device memory that this rank may use.
+    host: address at which other ranks reach this one.
+    deterministic: whether an accelerator produces the same bits in each run, at a loss of speed; the CPU always does.
+    reference_given: whether batches contain the reference's log-probs, so that no reference model is loaded here.
+    options: the backend's own options.
     """
 
     optimizer: OptimizerSettings
@@ -100,22 +107,22 @@ class BackendSettings:
 
     @property
     def longest_part(self) -> int:
-        """Most tokens that are computed together: those of a sample, or of a pair; 0 where that is not known."""
+        """Most tokens that are computed together: those of a sample, or of a pair; 0 if unknown."""
         return (self.longest or 0) * (2 if self.loss.algorithm.pairs else 1)
 
     @property
     def needs_initial_weights(self) -> bool:
-        """True where θ_0 is read at every start, also beside a checkpoint: as the reference, or under adapters."""
+        """True if θ_0 is read at every start, even with a checkpoint: as the reference, or as the base of adapters."""
         return (self.loss.references and not self.reference_given) or self.lora is not None
 
 
-# Beside the backend it could not be checked without importing torch.
+# This class is in this module, not next to the backend, so that options are checked without importing torch.
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the backend ``torch``.
 
-    head_tokens: most tokens of a pack whose logits exist at once; gradient_checkpointing: compute the layers again in
-    the backward pass instead of keeping what they computed; compile: compile the layers with torch.compile, which takes
-    minutes once; collective_timeout_s: how long a rank waits for the others in a collective.
+    head_tokens: most tokens of a pack whose logits exist at the same time; gradient_checkpointing: recompute the layers
+    in the backward pass instead of storing their activations; compile: compile the layers with torch.compile, which
+    takes minutes once; collective_timeout_s: time that a rank waits for the other ranks in a collective.
     """
 
     head_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
@@ -128,14 +135,18 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerSettings:
     """Settings of the training loops.
 
-    schedule: how many steps, which of them are published, and which versions later steps need; partition: the job's
-    rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
-    synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
-    rounded to when they are published; checkpoint_every: steps between checkpoints, 0 = the last one only;
-    checkpoint_evaluated: whether versions that are evaluated have one too; decided: column that the driver writes, see
-    ``Algorithm.writes``; extra_columns: fetched beside the usual ones (``loss_mask``, what other tasks wrote);
-    patience_s: how long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once
-    the trainer is leaving.
+    schedule: number of steps, which of them are published, and which versions later steps need.
+    partition: the job's partition of the queue.
+    attempt: attempt of this gang, which fences older attempts.
+    whole: collect all of D_k before the first gradient (the synchronous loop).
+    epochs, mini_batches: passes over D_k, and optimizer updates per pass.
+    published: dtype to which published weights are rounded.
+    checkpoint_every: steps between checkpoints, 0 for only the last step.
+    checkpoint_evaluated: whether evaluated versions have a checkpoint too.
+    decided: column that the driver writes, see ``Algorithm.writes``.
+    extra_columns: columns to fetch in addition to the usual ones (``loss_mask``, columns of other tasks).
+    patience_s: time for which the queue or the driver may be unreachable.
+    leave_s: time that the ledger may take to reach the disk after the trainer has begun to leave.
     """
 
     schedule: Schedule

@@ -1,10 +1,10 @@
-"""Tensors in safetensors files, each whole in one file or in slices in several.
+"""Tensors in safetensors files, each full in one file or as slices in several files.
 
-A file that holds slices says in its metadata where each begins, as torch's distributed checkpoints for Hugging Face do
-(``DCP_SHARDING_INFO``); a file without that holds whole tensors. So any program that knows that layout reads these
-files, and tensors that were written by any number of ranks are read by any other.
+The metadata of a file with slices contains the offset of each slice, in the format of torch's distributed checkpoints
+for Hugging Face (``DCP_SHARDING_INFO``). A file without this metadata contains full tensors. So other programs that
+know the format can read these files, and any number of ranks can read tensors written by any other number.
 
-Invariant: ``read`` fills all of what it is asked for, or raises CheckpointError; only the bytes that it needs are read.
+Invariants: ``read`` fills the whole requested box or raises CheckpointError. It reads only the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SAMPLE = 1 << 16
 
 
 class SliceFiles:
-    """Open ``files``; framework: whose arrays are read, torch's ("pt") or numpy's.
+    """Open ``files``; framework: type of the arrays that are read, torch's ("pt") or numpy's.
 
-    shapes: of the whole tensors, by name; dtypes: as safetensors names them, such as F32 and BF16. Raises
-    CheckpointError where a file cannot be read.
+    shapes: shapes of the full tensors, by name; dtypes: dtypes in safetensors' notation, such as F32 and BF16. Raises
+    CheckpointError if a file cannot be read.
     """
 
     def __init__(self, files: Iterable[Path], *, framework: Literal["pt", "numpy"]) -> None:
@@ -43,21 +43,21 @@ class SliceFiles:
             try:
                 file: Any = safe_open(path, framework=framework)
                 offsets = _offsets(file.metadata() or {})
-                for name in file.keys():  # noqa: SIM118  an open file is no mapping
+                for name in file.keys():  # noqa: SIM118  an open file is not a mapping
                     stored = file.get_slice(name)
                     self.dtypes[name] = stored.get_dtype()
                     extent = tuple(stored.get_shape())
                     box = Box(offsets.get(name, (0,) * len(extent)), extent)
                     self._held.setdefault(name, []).append((path, file, box))
-            except (OSError, SafetensorError, msgspec.MsgspecError) as wrong:
-                raise _unreadable(path, wrong) from wrong
+            except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+                raise _unreadable(path, error) from error
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(max(ends) for ends in zip(*(_end(box) for _, _, box in held), strict=True))
             for name, held in self._held.items()
         }
 
     def mark(self) -> int:
-        """Return a number that files of other names, sizes or content very likely do not have; reads little of them."""
+        """Return a checksum of names, sizes and some bytes of the files, which very likely detects changes."""
         mark = 0
         for path in sorted({path for held in self._held.values() for path, _, _ in held}):
             with path.open("rb") as file:
@@ -67,7 +67,7 @@ class SliceFiles:
         return mark
 
     def read(self, name: str, box: Box, into: Any) -> None:
-        """Copy ``box`` of a tensor into ``into``, an array or tensor of the box's extent, in whose dtype it ends."""
+        """Copy ``box`` of a tensor into ``into``, an array or tensor with the box's extent, converting to its dtype."""
         missing = [box]
         for path, file, held in self._held.get(name, []):
             common = intersect(box, held) if box.extent else box
@@ -75,16 +75,16 @@ class SliceFiles:
                 continue
             try:
                 stored = file.get_slice(name)[within(common, held)] if box.extent else file.get_tensor(name)
-            except (OSError, SafetensorError) as wrong:
-                raise _unreadable(path, wrong) from wrong
+            except (OSError, SafetensorError) as error:
+                raise _unreadable(path, error) from error
             into[within(common, box)] = stored
             missing = [rest for part in missing for rest in subtract(part, [common])]
         if any(part.volume for part in missing):
             where = str(self._held[name][0][0].parent) if name in self._held else ""
-            raise CheckpointError(f"no file has {missing[0]} of {name!r}", where=where, hint="A file is missing")
+            raise CheckpointError(f"no file contains {missing[0]} of {name!r}", where=where, hint="A file is missing")
 
     def array(self, name: str, box: Box) -> AnyArray:
-        """Return ``box`` of a tensor of files that were opened for numpy."""
+        """Return ``box`` of a tensor, if the files were opened for numpy."""
         _, file, held = self._held[name][0]
         stored = file.get_slice(name)[:0] if held.extent else file.get_tensor(name)
         array: AnyArray = np.empty(box.extent, stored.dtype)
@@ -93,32 +93,32 @@ class SliceFiles:
 
 
 def write_slices(file: Path, slices: Mapping[str, PublishedSlice]) -> None:
-    """Write numpy slices into a safetensors file; none for none. Raises DiskError where it cannot be written."""
+    """Write numpy slices into a safetensors file, or no file for no slices. Raises DiskError if that fails."""
     if not slices:
         return
     arrays = {name: np.asarray(one.array, order="C") for name, one in slices.items()}
     try:
         save_file(arrays, file, metadata=slice_metadata({name: one.offset for name, one in slices.items()}))
-    except SafetensorError as wrong:
-        raise unwritable(file, wrong) from wrong
+    except SafetensorError as error:
+        raise unwritable(file, error) from error
 
 
-def unwritable(path: Path, wrong: Exception) -> DiskError:
-    """Return the error of a file or folder that cannot be written now."""
+def unwritable(path: Path, error: Exception) -> DiskError:
+    """Return the error for a file or folder that cannot be written."""
     hint = "Free space, or give a folder that this process may write to."
-    return DiskError(f"the weights cannot be written: {wrong}", where=str(path), hint=hint)
+    return DiskError(f"the weights cannot be written: {error}", where=str(path), hint=hint)
 
 
 def slice_metadata(offsets: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the metadata of a file whose slices begin at ``offsets``."""
+    """Return the metadata of a file whose slices start at ``offsets``."""
     info = {name: {_OFFSETS: offset} for name, offset in offsets.items()}
     return {_SHARDING: msgspec.json.encode(info).decode()}
 
 
 def share_of(shape: tuple[int, ...], *, rank: int, world: int) -> Box:
-    """Return what rank ``rank`` of ``world`` holds of a tensor: rows, as equal as ``torch.chunk`` and FSDP2 cut them.
+    """Return the box of a tensor that rank ``rank`` of ``world`` holds: rows, divided as by ``torch.chunk`` and FSDP2.
 
-    A tensor without axes is held by all. The last ranks may hold nothing.
+    All ranks hold a tensor without axes. The last ranks may hold nothing.
     """
     if not shape or world == 1:
         return Box.whole(shape)
@@ -128,7 +128,7 @@ def share_of(shape: tuple[int, ...], *, rank: int, world: int) -> Box:
 
 
 def within(box: Box, held: Box) -> tuple[slice, ...]:
-    """Return where ``box`` lies in an array of ``held``."""
+    """Return the index of ``box`` in an array of ``held``."""
     return tuple(
         slice(start - base, start - base + size)
         for start, base, size in zip(box.offset, held.offset, box.extent, strict=True)
@@ -146,7 +146,7 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     return {name: stored[_OFFSETS] for name, stored in info.items()}
 
 
-def _unreadable(path: Path, wrong: Exception) -> CheckpointError:
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the file cannot be read: {wrong}", where=str(path), hint="It may be cut off: copy it again"
+        f"the file cannot be read: {error}", where=str(path), hint="It may be truncated: copy it again"
     )

@@ -2,17 +2,16 @@
 
     start:  checkpoint or θ_0 -> queue.begin(j) -> publish θ_j
     step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
-            now and then: checkpoint -> queue.commit(k), beside the next steps (``saving``)
+            periodically: checkpoint -> queue.commit(k), in the background of the next steps (``saving``)
 
-All ranks write checkpoints together, of a step that all have completed; rank 0 alone decides when, talks to queue and
-driver about them, and makes the commit. All ranks publish, each what it holds.
+All ranks write checkpoints together, of a step that all have completed. Rank 0 alone decides on the time, reports the
+checkpoints to queue and driver, and commits. All ranks publish, each its part of the weights.
 
-Invariant: the rename of a checkpoint's manifest is the commit point; the queue's ledger is on disk before it, and hears
-of it afterwards; so whenever this process or its machine dies, the queue un-commits exactly the steps that no
-checkpoint holds. A disk that fails puts checkpoints off. A trainer of an older
-attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Ranks that leave do so after the same
-step (``ranks``). Computing happens in one thread of its own; the event loop only waits, so that heartbeats and fetching
-go on.
+Invariants: the rename of a checkpoint's manifest is the commit point. The queue's ledger is on disk before it, and
+records the commit after it. So whenever this process or its machine dies, the queue un-commits exactly the steps that
+no checkpoint contains. A disk error postpones checkpoints. A trainer of an older attempt gets ``Fenced`` at its next
+claim, publication or checkpoint, and ends. Ranks that leave do so after the same step (``ranks``). One separate thread
+computes; the event loop only waits, so that heartbeats and fetching continue.
 """
 
 from __future__ import annotations
@@ -71,15 +70,21 @@ T = TypeVar("T")
 _CALL_S = 30.0
 _GRACE_S = 2.0
 _MEASURED = 4
-"""Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
+"""Most samples of each older version per step whose log-probs are recomputed with the weights that generated them."""
 
 
 class Trainer:
-    """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
-    rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
-    published; failed: called for each checkpoint that the disk refused; announced, saved: called for each publication
-    that ended and each checkpoint that was written, with the seconds that it took; recorder: writes down what is
-    trained; spans: records what this rank does.
+    """One rank of the trainer.
+
+    folder: the model folder.
+    materialise: writes θ_0 into the folder; called by rank 0 if needed.
+    report: receives rank 0's reports.
+    directives: returns the driver's latest directives.
+    begun: whether the gang has met and the initial weights of this attempt are published.
+    failed: called for each checkpoint that failed because of the disk.
+    announced, saved: called with the duration in seconds of each finished publication and each written checkpoint.
+    recorder: records the trained samples.
+    spans: recorder of this rank's spans.
     """
 
     def __init__(
@@ -120,21 +125,21 @@ class Trainer:
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
-        checkpoints.group = group.beside()
+        checkpoints.group = group.background()
         self._report = report
         self._directives = directives
         self._settings = settings
         self._folder = folder
         self._materialise = materialise
-        self._feed = SlotPrefetcher(queue, rank=group.rank, settings=settings, meter=self.meter, attend=self._attend)
+        self._prefetcher = SlotPrefetcher(queue, rank=group.rank, settings=settings, meter=self.meter, poll=self._poll)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = StepTally()
-        self._aged: dict[int, list[MicroBatch]] = {}
-        self._older: tuple[int, Weights | None] = 0, None
-        self._unmeasured = False
+        self._older_samples: dict[int, list[MicroBatch]] = {}
+        self._lagged: tuple[int, Weights | None] = 0, None
+        self._warned_unmeasured = False
         self._samples = 0
-        self._updating = self._moved = False
-        self._checkpoints_asked = directives().checkpoint
+        self._updating = self._within_step = False
+        self._checkpoint_requests = directives().checkpoint
         self._leaving = asyncio.Event()
         self._saver = Saver(
             checkpoints,
@@ -151,10 +156,10 @@ class Trainer:
         self._since = (clock.now(), self._clock())
 
     def status(self) -> Status:
-        """Return what heartbeats report. step: the last completed one; trained: samples of this rank in the next one.
+        """Return the status for heartbeats. step: the last completed one; trained: this rank's samples of the next one.
 
-        publishing: step of the version that is being published, -1 for none; publish_s: seconds that the last one took,
-        left out before the first; saving: whether a checkpoint is written.
+        publishing: step of the version that is being published, -1 for none; publish_s: duration of the last
+        publication, left out before the first; saving: whether a checkpoint is being written.
         """
         took = {} if self._publication.seconds is None else {"publish_s": self._publication.seconds}
         return {
@@ -164,25 +169,25 @@ class Trainer:
             "publishing": self._publication.underway,
             "saving": self._saver.saving,
             "busy_s": self.meter.busy.total(),
-            "waiting_for": self._feed.waiting_for,
+            "waiting_for": self._prefetcher.waiting_for,
         }
 
     def leave(self) -> None:
-        """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
+        """Finish the current work, write a checkpoint of the last completed step, and return from ``run``.
 
-        In hand is the micro-batch, or the step where all ranks have given their part of it, or one of several updates
-        may have been made. The other ranks leave too.
+        The current work is the micro-batch. It is the whole step if all ranks have contributed their gradient to it, or
+        if one of several updates may have been made. The other ranks leave too.
         """
         self._leaving.set()
         if not self._updating:
             self._group.leave()
 
     async def run(self) -> int:
-        """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
+        """Train; return the last completed step. Raises Fenced if a newer attempt of the trainer has started.
 
-        Raises RowsLost where samples of a slot were lost with a storage unit (they can be made again only for a step
-        that begins anew), Diverged where the gradients are not finite any more, and ManifestError where a micro-batch
-        does not fit the device. What is complete is in a checkpoint then, so that no other step begins anew.
+        Raises RowsLost if samples of a slot were lost with a storage unit (they are regenerated only for a step that
+        starts again), Diverged if the gradients are no longer finite, and ManifestError if a micro-batch does not fit
+        the device. In these cases the completed steps are saved in a checkpoint, so no other step is repeated.
         """
         spans = self.meter.spans
         try:
@@ -195,13 +200,13 @@ class Trainer:
             await self._save_completed()
             await self._publication.announced(within_s=_GRACE_S)
         except (Diverged, ManifestError):
-            # Between the updates of a step the weights are those of no step; of one that diverged no update moved them.
-            if not self._moved:
+            # Between the updates of a step the weights belong to no step; a diverged step has made no update.
+            if not self._within_step:
                 await self._save_completed()
             raise
         except StaleHandle as error:
             await self._save_completed()
-            hint = f"Step {self.step + 1} begins again"
+            hint = f"Step {self.step + 1} is repeated"
             raise RowsLost(error.what, where=error.where, hint=hint) from error
         finally:
             self._publication.close()
@@ -211,55 +216,55 @@ class Trainer:
         return self.step
 
     async def steps(self) -> AsyncIterator[int]:
-        """Yield the steps that are left, one after another."""
+        """Yield the remaining steps in order."""
         while self.step < self._settings.schedule.steps:
-            await self._attend()
+            await self._poll()
             yield self.step + 1
 
     def slots(self, step: int) -> AsyncGenerator[FilledSlot, None]:
         """Return the slots of D_step."""
-        return self._feed.slots(step, tokens=self._backend.slot_tokens)
+        return self._prefetcher.slots(step, tokens=self._backend.slot_tokens)
 
     async def accumulate(self, step: int, slot: FilledSlot) -> None:
         """Compute the gradient of one slot."""
-        self._take_in(step, slot.batch)
+        self._register(step, slot.batch)
         with self.meter("compute", step=step):
             await self._compute(self._add, step, slot.batch)
 
     async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
-        """Make all updates of a step but the last, whose gradient is computed.
+        """Make all updates of a step except the last, whose gradient is accumulated.
 
-        From the first gather on no rank leaves before the step is finished: in between the weights are no version.
+        After the first gather no rank leaves before the step is finished, because the weights are not a version.
         """
         for slot in slots:
-            self._take_in(step, slot.batch)
+            self._register(step, slot.batch)
         with self.meter("publish", step=step):
             await self._publication.copied()
         self._updating = True
         try:
             with self.meter("compute", step=step):
-                await self._compute(self._update_often, step, slots)
+                await self._compute(self._make_updates, step, slots)
         except GroupLeft:
             self._updating = False
             raise
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
-        """Make θ_step out of what was accumulated, and let everybody know."""
+        """Make θ_step from the accumulated gradient, publish and report it."""
         with self.meter("publish", step=step):
             await self._publication.copied()
         published = self._settings.schedule.publishes(step)
         with self.meter("optimizer", step=step):
             tally, metrics = await self._compute(self._optimize, step, totals)
             probe = await self._compute(self._backend.probe) if published else None
-        self.step, self._updating, self._moved = step, False, False
+        self.step, self._updating, self._within_step = step, False, False
         if self._leaving.is_set():
             self._group.leave()
         self._samples += tally.samples
         if self._recorder is not None:
             self._recorder.finish(step)
         await self._retry(
-            lambda: self._queue.step_done(**self._own, step=step, rank=self._group.rank, timeout=_CALL_S),
-            what=f"telling the queue that step {step} is done",
+            lambda: self._queue.step_done(**self._handle, step=step, rank=self._group.rank, timeout=_CALL_S),
+            what=f"notifying the queue that step {step} is done",
         )
         if published:
             await self._publish(step, partial(self._weights, probe))
@@ -268,16 +273,17 @@ class Trainer:
             await self._retry(lambda: self._report(report), what=f"reporting step {step}")
         every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
         evaluated = self._settings.checkpoint_evaluated and self._settings.schedule.evaluates(step)
-        await self._checkpoint_if(last or evaluated or (every > 0 and step % every == 0) or self._asked())
+        due = last or evaluated or (every > 0 and step % every == 0)
+        await self._checkpoint_if(due or self._checkpoint_requested())
         if last:
-            await self._end_saved()
+            await self._await_last_checkpoint()
 
-    async def _end_saved(self) -> None:
-        """Wait until the last step is in a checkpoint, however often the disk refuses it for a while."""
+    async def _await_last_checkpoint(self) -> None:
+        """Wait until the last step is in a checkpoint, retrying after disk errors."""
         await self._saver.finished()
         while (retry_s := self._saver.retry_in_s) is not None:
             await asyncio.sleep(retry_s)
-            await self._attend()
+            await self._poll()
             await self._checkpoint_if(False)
             await self._saver.finished()
 
@@ -293,25 +299,25 @@ class Trainer:
     async def _start(self) -> None:
         checkpoint, carried = await self._compute(self._load)
         await self._retry(
-            lambda: self._queue.begin(**self._own, step=self.step, world=self._group.world, timeout=_CALL_S),
-            what=f"beginning at step {self.step}",
+            lambda: self._queue.begin(**self._handle, step=self.step, world=self._group.world, timeout=_CALL_S),
+            what=f"starting at step {self.step}",
         )
         if self._recorder is not None:
             self._recorder.begin(self.step, ranks=self._group.world)
         for step in carried:
             read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
             await self._publish(step, read)
-        await self._compute(self._group.gather, np.zeros(1), what="the ranks that begin")
+        await self._compute(self._group.gather, np.zeros(1), what="the ranks at the start")
         probe = await self._compute(self._backend.probe)
         await self._publish(self.step, partial(self._weights, probe))
         await self._unless_leaving(self._publication.announced())
         self._since = (clock.now(), self._clock())
         self._publication.began_at = self.step
         self.begun = True
-        log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
+        log.info("attempt %d starts at step %d", self._settings.attempt, self.step)
 
     def _load(self) -> tuple[Path | None, list[int]]:
-        """Resume; return the checkpoint's folder as far as this rank sees it, and the steps that it carries."""
+        """Resume; return the checkpoint's folder if this rank can access it, and the steps of the carried versions."""
         found, group, checkpoints = None, self._group, self._checkpoints
         checkpoints.claim(self._settings.attempt)
         with jointly(group, what="looking for a checkpoint"):
@@ -320,8 +326,8 @@ class Trainer:
                 if found is None or self._backend.settings.needs_initial_weights:
                     self._materialise()
         place = (found.manifest.step, found.manifest.samples, found.manifest.carried) if found is not None else None
-        told = gather_bytes(group, msgspec.json.encode(place), what="the step to begin at")[0]
-        resumed = msgspec.json.decode(told, type=tuple[int, int, list[int]] | None)
+        gathered = gather_bytes(group, msgspec.json.encode(place), what="the step to start at")[0]
+        resumed = msgspec.json.decode(gathered, type=tuple[int, int, list[int]] | None)
         self.step, self._samples, carried = resumed or (0, 0, [])
         self._saver.resumed(self.step)
         with jointly(group, what="reading the checkpoint"):
@@ -334,70 +340,71 @@ class Trainer:
         self._backend.load(self._folder, checkpoint=checkpoint)
         return checkpoint, carried
 
-    def _take_in(self, step: int, batch: MicroBatch) -> None:
-        """Count and record a slot, and keep of it what is measured later."""
+    def _register(self, step: int, batch: MicroBatch) -> None:
+        """Count and record a slot, and keep some of its samples for ``_measure_older``."""
         self._tally.add(batch, step=step)
         if self._recorder is not None:
             self._recorder.add(batch)
         if self._group.rank == 0:
-            self._keep_aged(batch, current=self._version(step - 1))
+            self._keep_older(batch, current=self._version(step - 1))
 
     def _add(self, step: int, batch: MicroBatch) -> None:
         if self._backend.settings.loss.old == "lagged":
-            batch = self._lagging(step, batch)
+            batch = self._with_lagged(step, batch)
         self._backend.micro_batch(batch, version=self._version(step - 1))
 
-    def _lagging(self, step: int, batch: MicroBatch) -> MicroBatch:
-        """Return ``batch`` with the log-probs under θ_{step-2}, as it was published; collective.
+    def _with_lagged(self, step: int, batch: MicroBatch) -> MicroBatch:
+        """Return ``batch`` with the log-probs under the published θ_{step-2}. Collective.
 
-        Without them, so that the old policy is the policy itself, in step 1, and where a rank does not have its part:
-        in the first step after a resume of ranks that do not share their folder, or from a checkpoint without it.
+        Returns it unchanged, so that the old policy is the policy itself, in step 1, and if a rank lacks its part of
+        those weights: in the first step after a resume of ranks that do not share their folder, or from a checkpoint
+        without them.
         """
         if step == 1:
             return batch
-        asked, weights = self._older
-        if asked != step:
+        cached, weights = self._lagged
+        if cached != step:
             weights = self._publication.weights_of(Version(self._settings.attempt, step - 2))
-            if not self._group.gather(np.array([bool(weights)]), what=f"who has θ_{step - 2}").all():
+            if not self._group.gather(np.array([bool(weights)]), what=f"the holders of θ_{step - 2}").all():
                 log.warning("step %d has no older weights: its old policy is θ_%d", step, step - 1)
                 weights = None
-            self._older = step, weights
+            self._lagged = step, weights
         return batch if weights is None else self._backend.prepare(batch, weights=weights)
 
-    def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
-        """Keep some samples of each older version for ``_measure_aged``."""
+    def _keep_older(self, batch: MicroBatch, *, current: int) -> None:
+        """Keep some samples of each older version for ``_measure_older``."""
         makers = batch.makers()
         for version in np.unique(makers[(makers >= 0) & (makers != current)]).tolist():
-            kept = self._aged.setdefault(version, [])
+            kept = self._older_samples.setdefault(version, [])
             more = np.flatnonzero(makers == version)[: _MEASURED - sum(map(len, kept))]
             if len(more):
                 kept.append(batch.take(more.tolist()))
 
-    def _measure_aged(self) -> None:
-        """Measure the engine on rank 0's samples of older versions, as far as all ranks have those at hand; collective.
+    def _measure_older(self) -> None:
+        """Compare engine and trainer on rank 0's samples of older versions whose weights all ranks hold. Collective.
 
-        Each rank holds its slices of them.
+        Each rank holds its slices of the weights.
         """
-        aged, self._aged = self._aged, {}
-        asked = msgspec.json.encode([(version, len(batches)) for version, batches in aged.items()])
-        told = gather_bytes(self._group, asked, what="the older versions to measure")[0]
-        if not (wanted := msgspec.json.decode(told, type=list[tuple[int, int]])):
+        samples, self._older_samples = self._older_samples, {}
+        counts = msgspec.json.encode([(version, len(batches)) for version, batches in samples.items()])
+        gathered = gather_bytes(self._group, counts, what="the older versions to measure")[0]
+        if not (wanted := msgspec.json.decode(gathered, type=list[tuple[int, int]])):
             return
         held = [self._publication.weights_of(Version.unpack(version)) for version, _ in wanted]
-        holders = self._group.gather(np.array([*map(bool, held)]), what="who has the older versions")
+        holders = self._group.gather(np.array([*map(bool, held)]), what="the holders of the older versions")
         for (version, number), weights, ranks in zip(wanted, held, holders.T, strict=True):
             if ranks.all():
-                for batch in aged.get(version, [MicroBatch.empty()] * number):
+                for batch in samples.get(version, [MicroBatch.empty()] * number):
                     self._backend.measure(batch, weights=weights or {})
-            elif not self._unmeasured:
-                self._unmeasured = True
+            elif not self._warned_unmeasured:
+                self._warned_unmeasured = True
                 log.warning(
-                    "logprob_gap_p99 leaves out samples whose weights are not kept, of %s first: "
+                    "logprob_gap_p99 leaves out samples whose weights are not kept, first those of %s: "
                     "it is measured for the current weights, and for as many older ones as fit into 1 GiB",
                     Version.unpack(version),
                 )
 
-    def _update_often(self, step: int, slots: Sequence[FilledSlot]) -> None:
+    def _make_updates(self, step: int, slots: Sequence[FilledSlot]) -> None:
         batch, totals = MicroBatch.joined([slot.batch for slot in slots]), slots[-1].totals
         serials = np.array([key.serial for key in batch.keys], dtype=np.int64)
         own = np.unique(serials)
@@ -409,15 +416,15 @@ class Trainer:
         for number, chosen in enumerate(parts * self._settings.epochs):
             if number:
                 self._backend.update(step)
-                self._moved = True
+                self._within_step = True
             version = None if number else self._version(step - 1)
             self._backend.micro_batch(batch.take(chosen.tolist()), version=version)
             if not number:
-                self._measure_aged()
+                self._measure_older()
 
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[StepTally, dict[str, float]]:
-        self._older = 0, None
-        self._measure_aged()
+        self._lagged = 0, None
+        self._measure_older()
         tally = StepTally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
         self._tally = StepTally()
         if totals is None or totals.samples != tally.samples:
@@ -432,11 +439,11 @@ class Trainer:
             await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self, probe: WeightProbe | None) -> Tensors:
-        beside = probe.tensors if probe is not None and self._group.rank == 0 else {}
-        return {**dict(self._backend.tensors(dtype=self._settings.published)), **beside}
+        probe_tensors = probe.tensors if probe is not None and self._group.rank == 0 else {}
+        return {**dict(self._backend.tensors(dtype=self._settings.published)), **probe_tensors}
 
-    async def _attend(self) -> None:
-        """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
+    async def _poll(self) -> None:
+        """Follow the driver's directives; called between micro-batches, with the weights of the last completed step."""
         directives = self._directives()
         if self._leaving.is_set() or directives.stop or directives.drain:
             self.leave()
@@ -446,19 +453,19 @@ class Trainer:
         self._publication.check()
         self._saver.check()
         if self._group.world == 1:
-            await self._checkpoint_if(self._asked())
+            await self._checkpoint_if(self._checkpoint_requested())
 
-    def _asked(self) -> bool:
-        """Return whether the driver has asked for a checkpoint that would be new."""
-        asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
-        return self._checkpoints_asked > asked and self.step > self._saver.newest
+    def _checkpoint_requested(self) -> bool:
+        """Return whether the driver has requested a checkpoint, and the current step has none."""
+        before, self._checkpoint_requests = self._checkpoint_requests, self._directives().checkpoint
+        return self._checkpoint_requests > before and self.step > self._saver.newest
 
     async def _save_completed(self) -> None:
         self._group.leave()
         await self._saver.save_and_leave(self.step, samples=self._samples)
 
     async def _checkpoint_if(self, wanted: bool) -> None:
-        """Begin a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective."""
+        """Start a checkpoint if rank 0 wants one, or if one that the disk failed is due again. Collective."""
         due = self._saver.retry_in_s == 0
         own = np.array([wanted or due])
         if (await self._compute(self._group.gather, own, what=f"whether to save θ_{self.step}"))[0, 0]:
@@ -486,11 +493,11 @@ class Trainer:
         return {"wall": time.monotonic(), **self.meter.busy.seconds(), **self.meter.waits.seconds()}
 
     @property
-    def _own(self) -> dict[str, Any]:
+    def _handle(self) -> dict[str, Any]:
         return {"partition": self._settings.partition, "attempt": self._settings.attempt}
 
     async def _retry(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
-        """Try until it succeeds; once the trainer is leaving, only for a moment longer (then GroupLeft)."""
+        """Retry until it succeeds; once the trainer is leaving, only for two more seconds (then raise GroupLeft)."""
         await self._unless_leaving(retry(attempt, what=what, timeout=self._settings.patience_s))
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:

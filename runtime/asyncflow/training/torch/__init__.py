@@ -1,1 +1,1 @@
-"""The trainer backend ``torch``: models of transformers, AdamW, FSDP2."""
+"""The trainer backend ``torch``: models of transformers, AdamW and FSDP2."""

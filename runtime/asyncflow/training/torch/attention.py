@@ -1,20 +1,20 @@
-"""Attention of packs: document by document, or over sequences of any length, with one kernel each for CUDA and Ascend.
+"""Attention of packs: document by document, or over sequences of any length with a kernel for CUDA and one for Ascend.
 
-All layers but attention see a pack as T tokens. On CUDA, in half precision and where its kernel takes the model
-(``takes_sequences``), and on an NPU attention sees it as sequences of any length, without padding. Elsewhere it sees a
-batch of documents, [D, L], gathered from the T rows and scattered back: no token is computed against another document,
-so the cost is D * L^2 and not T^2, and any pack fits any kernel that ``scaled_dot_product_attention`` has.
+All layers except attention compute on a pack as T tokens. On CUDA in half precision, if its kernel supports the model
+(``takes_sequences``), and on an NPU, attention computes on sequences of any length, without padding. Otherwise it
+computes on a batch of documents, [D, L], gathered from the T rows and scattered back. No token is computed against
+another document, so the cost is D * L^2 and not T^2, and any kernel of ``scaled_dot_product_attention`` can be used.
 
-Where responses share a prompt, prompt and responses are sequences of their own. On CUDA the responses see their prompt
-in a second, not causal part; the two parts are merged by their log-sum-exp. Backwards, each part is given the merged
-output and the merged log-sum-exp, with which its kernel computes its own part of the exact gradient: the merge itself
-needs no derivative. The NPU's kernel, ``npu_fusion_attention`` with layout TND, takes sequences of which each has as
-many keys as queries or more: mode 3, "right down causal", lets query i of n see keys 0 to K - n + i of the K of its
-sequence. It is called as torch_npu 2.13 and CANN document it; this was not run on an NPU.
+If responses share a prompt, the prompt and each response are separate sequences. On CUDA the responses attend to the
+prompt in a second, non-causal part, and the two parts are merged by their log-sum-exp. In the backward pass each part
+receives the merged output and the merged log-sum-exp, from which its kernel computes its own part of the exact
+gradient, so the merge itself needs no derivative. The NPU's kernel, ``npu_fusion_attention`` with layout TND, supports
+sequences with at least as many keys as queries. In its mode 3, "right down causal", query i of n attends to keys 0 to
+K - n + i of the K keys of its sequence. The call follows the documentation of torch_npu 2.13 and CANN; it has not been
+run on an NPU.
 
-Invariant: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
-model whose attention wants more than that (soft capping, sinks, sliding windows, biases) is refused, never
-approximated.
+Invariants: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
+model whose attention needs more (soft capping, sinks, sliding windows, biases) is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncflow.training.torch.device import on_device
 
 _RIGHT_DOWN_CAUSAL = 3
 _MASK_SIDE = 2048
-"""Side of the mask that stands for any causal mask."""
+"""Side of the mask that represents any causal mask."""
 _MOST_SEQUENCES = 1024
 """Most sequences of one call."""
 
@@ -45,16 +45,16 @@ ATTENTION = "asyncflow_documents"
 """Name under which transformers knows this attention (``attn_implementation``)."""
 
 _LARGEST_HEAD, _HEADS_BY = 256, 8
-"""Most dimensions of a head that the kernel for sequences takes, and what they must be a multiple of."""
+"""Largest head dimension that the kernel for sequences supports, and the number that must divide it."""
 _AMPERE = (8, 0)
-"""Compute capability of the oldest GPUs that the kernel runs on."""
+"""Compute capability of the oldest GPUs that the kernel supports."""
 
 
 class NpuSequences(NamedTuple):
-    """A pack as S sequences. query_ends, key_ends: where the queries and the keys of each end, counted from the first.
+    """A pack as S sequences. query_ends, key_ends: end of each sequence's queries and keys.
 
-    keys: the row of the pack that each key is of, None where these are the rows as they stand; longest: tokens of the
-    longest sequence, a shared prompt included.
+    keys: the row of the pack for each key, None if the keys are the rows in order; longest: tokens of the longest
+    sequence, including a shared prompt.
     """
 
     query_ends: list[int]
@@ -64,18 +64,17 @@ class NpuSequences(NamedTuple):
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> NpuSequences:
-        """Lay ``pack`` out."""
+        """Return the layout of ``pack``."""
         query_ends, key_ends, keys = sequences_of(pack)
         longest = int(np.diff(key_ends, prepend=0).max())
         return cls(query_ends, key_ends, None if keys is None else on_device(keys, device), longest)
 
 
 def sequences_of(pack: Pack) -> tuple[list[int], list[int], NDArray[np.int64] | None]:
-    """Return a pack as the ends of the sequences' queries, the ends of their keys, and the rows that the keys are of.
+    """Return a pack as the ends of the sequences' queries, the ends of their keys, and the rows of the keys.
 
-    A document with one response is one sequence. Where responses share a prompt, the prompt and each of them are
-    sequences of their own, and the keys of a response are those of the prompt and its own. The rows are None where they
-    are 0, 1, 2, ...
+    A document with one response is one sequence. If responses share a prompt, the prompt and each response are separate
+    sequences, and the keys of a response are those of the prompt and its own. The rows are None if they are 0, 1, 2...
     """
     documents, segments = pack.documents, pack.segments
     begins = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(segments, prepend=-1) != 0))
@@ -130,14 +129,14 @@ def attend_on_npu(query: Tensor, key: Tensor, value: Tensor, *, sequences: NpuSe
 
 @cache
 def _causal(device: torch.device) -> Tensor:
-    """Return the mask that the kernel wants for every causal mask: True where nothing is seen."""
+    """Return the mask that the kernel requires for every causal mask: True at masked positions."""
     return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
 
 
 class AttentionPart(NamedTuple):
     """Attention of queries to keys, sequence by sequence. query_starts, key_starts: int32 [S + 1], on the device.
 
-    longest_query, longest_key: of one sequence; causal: whether a query sees earlier keys only.
+    longest_query, longest_key: of one sequence; causal: whether a query attends to earlier keys only.
     """
 
     query_starts: Tensor
@@ -150,7 +149,7 @@ class AttentionPart(NamedTuple):
     def of(
         cls, queries: NDArray[np.int64], keys: NDArray[np.int64], *, causal: bool, device: torch.device
     ) -> AttentionPart:
-        """Make the part whose sequences begin there."""
+        """Return the part with sequences that start at ``queries`` and ``keys``."""
         return cls(
             query_starts=on_device(queries.astype(np.int32), device),
             key_starts=on_device(keys.astype(np.int32), device),
@@ -161,9 +160,9 @@ class AttentionPart(NamedTuple):
 
 
 class KernelSequences(NamedTuple):
-    """A pack for this attention. own: each sequence over itself; prompt: responses over the prompts that they share.
+    """A pack for this attention. own: each sequence over itself; prompt: responses over their shared prompts.
 
-    rows, prompts: where those responses and prompts lie in the pack. The three are None where nothing is shared.
+    rows, prompts: rows of these responses and prompts in the pack. All three are None if no prompt is shared.
     """
 
     own: AttentionPart
@@ -173,18 +172,18 @@ class KernelSequences(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence; a shared prompt counts by itself."""
+        """Tokens of the longest sequence; a shared prompt is a sequence of its own."""
         return self.own.longest_query
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> KernelSequences:
-        """Lay ``pack`` out."""
-        laid = pack.sequences()
-        own = AttentionPart.of(laid.starts, laid.starts, causal=True, device=device)
-        if not len(laid.rows):
+        """Return the layout of ``pack``."""
+        sequences = pack.sequences()
+        own = AttentionPart.of(sequences.starts, sequences.starts, causal=True, device=device)
+        if not len(sequences.rows):
             return cls(own, None, None, None)
-        prompt = AttentionPart.of(laid.row_starts, laid.prompt_starts, causal=False, device=device)
-        return cls(own, prompt, on_device(laid.rows, device), on_device(laid.prompts, device))
+        prompt = AttentionPart.of(sequences.row_starts, sequences.prompt_starts, causal=False, device=device)
+        return cls(own, prompt, on_device(sequences.rows, device), on_device(sequences.prompts, device))
 
 
 class Kernel(Protocol):
@@ -199,18 +198,18 @@ class Kernel(Protocol):
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: AttentionPart, *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the gradients of query, key and value, given ``grad`` of an output whose softmax had this ``lse``."""
+        """Return the gradients of query, key and value from ``grad`` of an output whose softmax had this ``lse``."""
 
 
 class FlashKernel:
-    """torch's flash attention over sequences of any length, for what ``takes_sequences`` is true of."""
+    """torch's flash attention over sequences of any length; requires ``takes_sequences``."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, *, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See ``Kernel``."""
         grouped = query.shape[1] != key.shape[1]
-        out, lse, _ = varlen._varlen_attn(  # noqa: SLF001  the public function has no such backward
+        out, lse, _ = varlen._varlen_attn(  # noqa: SLF001  the public function has no separate backward
             query, key, value, *part[:4], part.causal, scale, _window(part), grouped
         )
         return out, lse
@@ -219,12 +218,12 @@ class FlashKernel:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: AttentionPart, *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """See ``Kernel``. There is no dropout, so the state of its generator is zeros."""
+        """See ``Kernel``. There is no dropout, so its generator state is zeros."""
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        given: tuple[Tensor, Tensor, Tensor] = varlen._varlen_attn_backward(  # noqa: SLF001
+        gradients: tuple[Tensor, Tensor, Tensor] = varlen._varlen_attn_backward(  # noqa: SLF001
             grad, query, key, value, out, lse, *part[:4], part.causal, state, scale, _window(part)
         )
-        return given
+        return gradients
 
 
 def attend_sequences(
@@ -243,11 +242,13 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]  # mypy does no
         out, lse = kernel.forward(query, key, value, sequences.own, scale=scale)
         rows, prompts = sequences.rows, sequences.prompts
         if sequences.prompt is not None:
-            more, more_lse = kernel.forward(query[rows], key[prompts], value[prompts], sequences.prompt, scale=scale)
+            shared, shared_lse = kernel.forward(
+                query[rows], key[prompts], value[prompts], sequences.prompt, scale=scale
+            )
             own_lse = lse[:, rows]
-            both = torch.logaddexp(own_lse, more_lse)
-            kept, added = ((part - both).exp().t()[..., None] for part in (own_lse, more_lse))
-            out = out.index_copy(0, rows, (out[rows] * kept + more * added).to(out.dtype))
+            both = torch.logaddexp(own_lse, shared_lse)
+            of_own, of_shared = ((part - both).exp().t()[..., None] for part in (own_lse, shared_lse))
+            out = out.index_copy(0, rows, (out[rows] * of_own + shared * of_shared).to(out.dtype))
             lse = lse.index_copy(1, rows, both)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.sequences, ctx.scale, ctx.kernel = sequences, scale, kernel
@@ -280,8 +281,8 @@ _FLASH = FlashKernel()
 
 
 class Documents(NamedTuple):
-    """A pack as documents. places [D * L]: the row of each token, padded; rows [T]: back again; mask [D, 1, L, L] or
-    None: who sees whom, None where every document is plainly causal; number: D.
+    """A pack as documents. places [D * L]: the pack's row of each token, padded; rows [T]: the inverse; mask
+    [D, 1, L, L]: which tokens attend to which, None if every document is purely causal; number: D.
     """
 
     places: Tensor
@@ -296,7 +297,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Documents:
-        """Lay ``pack`` out."""
+        """Return the layout of ``pack``."""
         table = pack.table()
         mask = None if table.mask is None else on_device(table.mask, device)[:, None]
         places, rows = (on_device(array, device) for array in (table.places.reshape(-1), table.rows))
@@ -313,20 +314,20 @@ def attend(
     documents: Documents | KernelSequences | NpuSequences | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within documents: query [1, H, T, d], key and value [1, H / groups, T, d] -> [1, T, H, d].
 
-    The signature is that of transformers' attention functions; ``documents`` comes from the caller of the model.
-    Attention over sequences is compiled with the layer around it, so that what is around its kernel is one with that.
+    The signature is that of transformers' attention functions; the caller of the model passes ``documents``. Attention
+    over sequences is compiled together with its layer.
     """
     if documents is None:
-        raise TypeError("its layers do not pass on what they are called with")
-    check_attention({"dropout": dropout, **more}, longest=documents.longest)
+        raise TypeError("its layers do not pass their arguments on to attention")
+    check_attention({"dropout": dropout, **options}, longest=documents.longest)
     scale = scaling or query.shape[-1] ** -0.5
     if isinstance(documents, Documents):
         return _attend_documents(query, key, value, documents, scale=scale)[None], None
-    # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernels want one dtype.
+    # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernels require one dtype.
     query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
     if isinstance(documents, NpuSequences):
         return attend_on_npu(query, key, value, sequences=documents, scale=scale)[None], None
@@ -357,10 +358,10 @@ def _attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: Docu
 def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:
     """Return whether attention over sequences of any length has a kernel for this model on this device."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    alike = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
-    fits = alike and head <= _LARGEST_HEAD and head % _HEADS_BY == 0
-    halves = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
-    return halves and fits and torch.cuda.get_device_capability(device) >= _AMPERE
+    same_size = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
+    fits = same_size and head <= _LARGEST_HEAD and head % _HEADS_BY == 0
+    half_precision = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
+    return half_precision and fits and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 AttentionInterface.register(ATTENTION, attend)

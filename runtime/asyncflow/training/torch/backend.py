@@ -1,11 +1,11 @@
 """The torch trainer: streamed micro-batches, exact optimizer updates.
 
-A micro-batch goes forward and backward at once, on sums that are not normalised; samples that contribute exactly
-nothing are counted but not computed. The last word is ``update``: counts of all micro-batches over all ranks, one
-division, one update; most steps make one.
+A micro-batch is computed forward and backward immediately, with unnormalised sums. Samples that contribute exactly
+nothing are counted but not computed. ``update`` combines the counts of all micro-batches and ranks, divides once, and
+makes one optimizer update. Most steps make one update.
 
-Invariant: the gradient of an update is that of one big padded batch up to rounding, however D_k was cut into slots,
-packs and ranks; the same seed, order and number of threads give the same bits.
+Invariants: the gradient of an update is that of one big padded batch up to rounding, for any division of D_k into
+slots, packs and ranks. The same seed, order and number of threads give the same bits.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from asyncflow.training.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.training.slice_files import unwritable
-from asyncflow.training.torch.credit import credited, divergences
-from asyncflow.training.torch.critic import estimated, open_critic
+from asyncflow.training.torch.credit import assign_credit, divergences
+from asyncflow.training.torch.critic import add_estimates, open_critic
 from asyncflow.training.torch.critic_role import TorchCritic
 from asyncflow.training.torch.device import TensorGroup, as_array, collective, on_device, rounded
-from asyncflow.training.torch.figures import StepFigures, critics, metrics_of
+from asyncflow.training.torch.figures import StepFigures, critic_metrics, metrics_of
 from asyncflow.training.torch.lora import (
     add_adapters,
     base_shards,
-    begin_adapters,
-    own_names,
+    initialise_adapters,
+    names_in_model,
     trained_shards,
     without_adapters,
 )
@@ -63,7 +63,7 @@ from asyncflow.training.torch.model import (
 )
 from asyncflow.training.torch.optimizer import Applied, FlatAdamW, apply_together
 from asyncflow.training.torch.packs import Packs, entries
-from asyncflow.training.torch.sharding import older, open_sharded
+from asyncflow.training.torch.sharding import open_sharded, with_weights
 from asyncflow.training.torch.shards import (
     TensorShard,
     copied,
@@ -82,7 +82,7 @@ WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
 _MOST_SKIPPED = 3
-"""Steps in a row whose gradient is not finite, at which the training ends."""
+"""Number of consecutive steps without a finite gradient at which training ends."""
 
 
 class TorchBackend(TrainerBackend):
@@ -115,12 +115,12 @@ class TorchBackend(TrainerBackend):
         self._loss = settings.loss
         self._figures = StepFigures(settings.loss.algorithm.figures)
         self._updates: list[dict[str, float]] = []
-        self._charged: dict[str, float] = {}
+        self._penalty_sums: dict[str, float] = {}
         self._step: list[tuple[MicroBatch, int | None]] = []
         self._trained_before = 0
         self._skipped = 0
-        self._has_room = True
-        self._copies: torch.Stream | None = None
+        self._has_memory = True
+        self._copy_stream: torch.Stream | None = None
 
     @classmethod
     def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:
@@ -129,12 +129,12 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """See the base class; the reference is always θ_0, also after a resume."""
+        """See the base class; the reference is always θ_0, even after a resume."""
         if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index)  # of this thread
+            torch.accelerator.set_device_index(self._device.index)  # the device is a setting of each thread
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
-        resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
+        resumed = bool(self.group.gather(seen, what="access to the checkpoint")[0, 0])
         lora = self.settings.lora
         compared = self.settings.loss.references and not self.settings.reference_given
         self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
@@ -174,16 +174,16 @@ class TorchBackend(TrainerBackend):
         else:
             if self.group.rank == 0:
                 self.critic_link.load(checkpoint)
-            self.group.gather(np.zeros(1), what="the critic that begins")
+            self.group.gather(np.zeros(1), what="the critic's start")
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
     def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
-        """See the base class; the optimizer stays as it is."""
+        """See the base class; the optimizer state is not loaded."""
         read_saved(checkpoint, WEIGHTS_FILE, self._shards, group=self.group, ranks=self._ranks)
 
     def _find_slot_tokens(self) -> None:
-        """Try which packs fit the device; the ranks agree on what fits all of them."""
+        """Determine by trials which packs fit the device; the ranks use the smallest size of all."""
 
         def step(batch: MicroBatch, tokens: int) -> None:
             if self.settings.reference_given:
@@ -195,7 +195,7 @@ class TorchBackend(TrainerBackend):
                 self._packs.refuse_in_gang(full)
                 raise
             finally:
-                self._forget_step()
+                self._discard_step()
 
         found = find_largest_pack(
             step,
@@ -217,7 +217,7 @@ class TorchBackend(TrainerBackend):
         self._packs = Packs(self.settings, tokens=self.slot_tokens, group=self.group)
 
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
-        """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
+        """Open the model, sharded over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
         mesh = self._ranks.mesh
         dtype: torch.dtype = getattr(torch, self.settings.weights)
         held: dict[str, Any] = {"device": self._device, "dtype": dtype, "longest": self.settings.longest}
@@ -232,19 +232,19 @@ class TorchBackend(TrainerBackend):
                 longest = self.settings.longest
                 read_first(folder, base_shards(opened.model), longest=longest, group=self.group, ranks=self._ranks)
         if lora is not None:
-            begin_adapters(opened.model, seed=self.settings.seed)
+            initialise_adapters(opened.model, seed=self.settings.seed)
         return opened
 
     def _generator(self) -> TensorShard:
-        """Return the state of torch's generator: of a gang, this rank's row of all ranks' states."""
+        """Return the state of torch's generator; in a gang, this rank's row of all ranks' states."""
         state, world = torch.get_rng_state(), self.group.world
         if world == 1:
             return TensorShard(_GENERATOR, state, Box.whole(state.shape), tuple(state.shape))
         row = Box((self.group.rank, 0), (1, len(state)))
-        return TensorShard(_GENERATOR, state[None], row, (world, len(state)), cut=True)
+        return TensorShard(_GENERATOR, state[None], row, (world, len(state)), sharded=True)
 
     def _coefficient(self) -> TensorShard:
-        """Return the weight of the KL in the next step, which changes where it has a target."""
+        """Return the weight of the KL in the next step, which changes if it has a target."""
         weight = torch.tensor([self._loss.kl], dtype=torch.float64)
         return TensorShard("kl.coefficient", weight, Box.whole(weight.shape), tuple(weight.shape))
 
@@ -257,29 +257,29 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:
-        """See the base class: log-probs of the old policy, 0 where no gradient needs them, then advantages of tokens.
+        """See the base class: adds log-probs of the old policy, 0 for samples without gradient, then advantages.
 
-        Other weights are used as ``measure`` uses them; where they have to be copied, this is once in each call.
+        Other weights are used as in ``measure``; if they must be copied, every call copies them once.
         """
         loss = self.settings.loss
         if loss.old != "behaviour":
-            with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
+            with nullcontext(self._policy.evaluate) if weights is None else self._with_weights(weights) as evaluate:
                 batch = replace(batch, old=self._evaluated(batch, evaluate))
         if not loss.algorithm.whole_step and (self.settings.critic is None or weights is not None):
             return batch
         penalty = np.zeros(len(batch.responses.values))
         if loss.penalised and (batch.reference is not None or self._reference is not None):
-            reference = self._evaluated(batch, self._referred) if batch.reference is None else batch.reference
+            reference = self._evaluated(batch, self._evaluate_reference) if batch.reference is None else batch.reference
             kl = divergences(batch, reference, loss)
-            # Not counted yet: figures are forgotten where memory runs out, and this is not computed again.
-            self._charged = {"penalty_tokens": float(batch.loss_lengths().sum()), "penalty": float(kl.sum())}
+            # Counted in ``update``: if memory runs out, the figures are discarded, and this is not computed again.
+            self._penalty_sums = {"penalty_tokens": float(batch.loss_lengths().sum()), "penalty": float(kl.sum())}
             penalty = self._loss.kl * kl
         if self.settings.critic is not None:
-            return self._valued(batch, penalty=penalty)
-        return credited(batch, penalty, loss, group=self.group)
+            return self._with_estimates(batch, penalty=penalty)
+        return assign_credit(batch, penalty, loss, group=self.group)
 
-    def _valued(self, batch: MicroBatch, *, penalty: NDArray[np.float64]) -> MicroBatch:
-        """Return ``batch`` with the critic's values, and the advantages and returns that they make; collective."""
+    def _with_estimates(self, batch: MicroBatch, *, penalty: NDArray[np.float64]) -> MicroBatch:
+        """Return ``batch`` with the critic's values, and the resulting advantages and returns. Collective."""
         algorithm = self.settings.loss.algorithm
         assert isinstance(algorithm, Ppo)
         if self._critic is not None:
@@ -287,32 +287,33 @@ class TorchBackend(TrainerBackend):
         else:
             assert self.critic_link is not None
             values = self.critic_link.values(batch)
-        return estimated(batch, values=values, penalty=penalty, algorithm=algorithm, group=self.group)
+        return add_estimates(batch, values=values, penalty=penalty, algorithm=algorithm, group=self.group)
 
-    def _referred(self, pack: Pack) -> Tensor:
+    def _evaluate_reference(self, pack: Pack) -> Tensor:
         assert self._reference is not None
         with torch.no_grad():
             return self._reference(pack, entropy=False)[0]
 
     def _evaluated(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
-        """Return what ``evaluate`` gives for response tokens whose gradient is not 0, and 0 elsewhere; collective."""
+        """Return the results of ``evaluate`` for tokens of samples that are not silent, and 0 elsewhere. Collective."""
         active = np.flatnonzero(~self._silent(batch) & (batch.loss_lengths() > 0))
         return self._packs.evaluated(batch, active, evaluate)
 
     def _silent(self, batch: MicroBatch) -> NDArray[np.bool_]:
-        """Return for each sample whether its gradient is exactly 0: never where a critic learns from it."""
-        silent = self._loss.silent(batch.strongest())
+        """Return whether each sample's gradient is exactly 0; never true if a critic learns from the samples."""
+        silent = self._loss.silent(batch.largest_advantages())
         return silent if self.settings.critic is None else np.zeros_like(silent)
 
     @contextmanager
-    def _under(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
-        """Return what gives the log-probs of a pack under other weights; on every rank."""
-        with torch.no_grad(), older(self._policy, self._shards, weights, own=own_names(self._model)) as policy:
+    def _with_weights(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
+        """Yield a function that returns the log-probs of a pack under other weights; called on every rank."""
+        names = names_in_model(self._model)
+        with torch.no_grad(), with_weights(self._policy, self._shards, weights, names=names) as policy:
             yield lambda pack: policy(pack, entropy=False)[0]
 
     @collective()
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
-        """See the base class. Where memory runs out, the step is computed again in packs of half the size, once."""
+        """See the base class. If memory runs out, the step is computed again in packs of half the size, once."""
         self._step.append((batch, version))
         try:
             self._add(batch, version=version)
@@ -320,17 +321,17 @@ class TorchBackend(TrainerBackend):
             self._packs.halve(full)
         else:
             return
-        # Not above, where the error's traceback still holds the tensors of the pass that failed.
-        again, before = self._step, self._trained_before
-        self._forget_step()
+        # Not in the except block, where the traceback still references the tensors of the failed pass.
+        batches, before = self._step, self._trained_before
+        self._discard_step()
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         self.trained = before
-        for batch, version in again:
+        for batch, version in batches:
             self.micro_batch(batch, version=version)
 
-    def _forget_step(self) -> None:
-        """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
+    def _discard_step(self) -> None:
+        """Discard all work since the last update; a failed backward pass has added a part of its gradient."""
         self._optimizer.clear()
         if self._critic is not None:
             self._critic.optimizer.clear()
@@ -342,7 +343,7 @@ class TorchBackend(TrainerBackend):
         loss, lengths = self._loss, batch.loss_lengths()
         if self.critic_link is not None:
             if batch.values is None:
-                batch = self._valued(batch, penalty=np.zeros(len(batch.responses.values)))
+                batch = self._with_estimates(batch, penalty=np.zeros(len(batch.responses.values)))
             self.critic_link.learn(batch)
         silent = self._silent(batch)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
@@ -353,44 +354,44 @@ class TorchBackend(TrainerBackend):
         sizes = ("packed_tokens", sum(len(pack.ids) for pack in packs)), ("computed", sum(len(p.rows) for p in packs))
         self._figures.count((name, float(value)) for name, value in sizes)
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
-        for pack in self._packs.in_step(packs):
+        for pack in self._packs.aligned(packs):
             if pack is None:
-                self._accompany()
+                self._empty_pass()
             else:
                 self._accumulate(batch, pack, weights, current)
                 self.trained += len(np.unique(pack.samples))
 
-    def _accompany(self) -> None:
-        """Make the pass of a pack that adds nothing, since other ranks make one."""
+    def _empty_pass(self) -> None:
+        """Make a pass that adds no gradient, because other ranks make a pass."""
         if self._reference is not None and self.settings.loss.compares:
             with torch.no_grad():
                 self._reference(smallest_pack(), entropy=False)
         if self._critic is not None:
-            self._critic.accompany()
+            self._critic.empty_pass()
         logprobs, _ = self._policy(smallest_pack(), entropy=False)
         (logprobs * 0).sum().backward()
 
     @collective()
     def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
-        """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
+        """See the base class. On the CPU float32 weights are used in place; otherwise they are copied.
 
-        Where a device has no room for them, no older weights are measured from then on, on any rank.
+        If a device lacks the memory for the copy, no rank measures older weights from then on.
         """
-        if not self._has_room:
+        if not self._has_memory:
             return
         try:
-            self._has_room = self._find_room()
-            if self._has_room:
+            self._has_memory = self._check_memory()
+            if self._has_memory:
                 self._measure_older(batch, weights)
         except torch.OutOfMemoryError:
             if self.group.world > 1:
                 raise
-            self._has_room = False
-        if not self._has_room:
-            log.warning("log-probs of older weights are not measured: a device has no room for them")
+            self._has_memory = False
+        if not self._has_memory:
+            log.warning("log-probs under older weights are not measured: a device has not enough memory for a copy")
 
-    def _find_room(self) -> bool:
-        """Return whether every rank of a gang has room for what it holds once more; one rank alone just tries."""
+    def _check_memory(self) -> bool:
+        """Return whether every rank of a gang can allocate its shards again; always true for a single rank."""
         if self.group.world == 1:
             return True
         fits = True
@@ -398,13 +399,13 @@ class TorchBackend(TrainerBackend):
             _ = [torch.empty_like(shard.tensor) for shard in self._shards]
         except torch.OutOfMemoryError:
             fits = False
-        return bool(self.group.gather(np.array([fits]), what="who has room for older weights").all())
+        return bool(self.group.gather(np.array([fits]), what="memory for older weights").all())
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        spoken = np.flatnonzero(batch.loss_lengths() > 0)
-        packs = self._packs.of(batch, spoken)
-        with self._under(weights) as evaluate:
-            for pack in self._packs.in_step(packs):
+        nonempty = np.flatnonzero(batch.loss_lengths() > 0)
+        packs = self._packs.of(batch, nonempty)
+        with self._with_weights(weights) as evaluate:
+            for pack in self._packs.aligned(packs):
                 logprobs = evaluate(pack or smallest_pack())
                 if pack is not None:
                     behaviour = self._tensor(batch.logprobs.values[entries(batch, pack)])
@@ -450,13 +451,13 @@ class TorchBackend(TrainerBackend):
         )
 
     def _phase(self, kind: Literal["forward", "backward", "compute"]) -> None:
-        """Record what is computed now; a device that is not the CPU computes later than it is told to."""
+        """Record the phase of the computation; only on the CPU, since other devices compute asynchronously."""
         if self._device.type == "cpu":
             self.spans.enter(kind)
 
     @collective()
     def finish_step(self, step: int) -> dict[str, float]:
-        """See the base class. Three skipped steps in a row are too many."""
+        """See the base class. Training ends after three consecutive skipped steps."""
         self.update(step)
         metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
         if self._loss.target is not None:
@@ -473,76 +474,79 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def update(self, step: int) -> None:
-        """See the base class. Collective: the counts, then the gradient."""
+        """See the base class. Gathers the counts first, then the gradient."""
         link, critic = self.critic_link, self.settings.critic
         if link is not None:
-            self.group.gather(np.zeros(1), what=f"what the critic learns in step {step}")
+            self.group.gather(np.zeros(1), what=f"the critic's gradient of step {step}")
             self._figures.count(link.settle(step).items() if self.group.rank == 0 else ())
-        self._figures.count(self._charged.items())
-        self._charged = {}
+        self._figures.count(self._penalty_sums.items())
+        self._penalty_sums = {}
         meter = self._figures.merged(self.group, step=step)
         totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
         divisor, tokens = self.settings.loss.aggregation.divisor(totals), float(max(1, totals.tokens))
-        gradients, resting = {self._optimizer: divisor}, set[FlatAdamW]()
+        gradients, frozen = {self._optimizer: divisor}, set[FlatAdamW]()
         if critic is not None:
             gradients |= {} if self._critic is None else {self._critic.optimizer: tokens}
-            resting = {self._optimizer} if step <= critic.warmup_steps else resting
+            frozen = {self._optimizer} if step <= critic.warmup_steps else frozen
         norm = meter.sums["critic_norm"] / tokens
-        applied, *others = apply_together(step, gradients, norm=self._ranks.norm, resting=resting, others=norm)
+        applied, *others = apply_together(step, gradients, norm=self._ranks.norm, frozen=frozen, other_norm=norm)
         if link is not None and critic is not None:
             others = [Applied(norm, critic.optimizer.rate(step), applied.moved)]
             if self.group.rank == 0:
                 link.update(step, divisor=tokens, moves=applied.moved)
         if not applied.moved:
-            log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
+            log.warning("step %d: the gradient is not finite, so the weights are not changed", step)
         self._step, self._trained_before = [], self.trained
         metrics = metrics_of(meter, divisor=divisor, applied=applied, own=self._loss.algorithm.figures)
-        self._updates.append(metrics | {name: value for other in others for name, value in critics(other).items()})
+        self._updates.append(
+            metrics | {name: value for other in others for name, value in critic_metrics(other).items()}
+        )
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | PublishedSlice]]:
-        """Yield what is trained, by transformers' or peft's names; on the CPU what is not rounded is shared.
+        """Yield the trained weights, by the names of transformers or peft; on the CPU unrounded weights are shared.
 
-        Elsewhere it is copied on a stream of its own, behind what made it and beside what computes with it.
+        On other devices they are copied on a separate stream, after the operations that produced them, and
+        concurrently with later computation.
         """
         kind = getattr(torch, dtype)
-        with self._beside():
+        with self._copying():
             weights = [(shard, rounded(shard.tensor, kind)) for shard in self._shards if shard.tensor.numel()]
         for shard, tensor in weights:
             array = as_array(tensor)
             yield (
                 shard.name,
-                PublishedSlice(array=array, offset=shard.box.offset, shape=shard.shape) if shard.cut else array,
+                PublishedSlice(array=array, offset=shard.box.offset, shape=shard.shape) if shard.sharded else array,
             )
 
     def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
-        """See the base class: one tensor after another is gathered, on every rank."""
-        given = {name: one.array if isinstance(one, PublishedSlice) else one for name, one in tensors.items()}
-        rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in given.values()) else np.float32
+        """See the base class: gathers one tensor after another, on every rank."""
+        arrays = {name: one.array if isinstance(one, PublishedSlice) else one for name, one in tensors.items()}
+        rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in arrays.values()) else np.float32
         for shard in self._shards:
-            array = given.get(shard.name)
-            if not shard.cut and array is not None:
+            array = arrays.get(shard.name)
+            if not shard.sharded and array is not None:
                 yield shard.name, array
                 continue
             weights = np.zeros(shard.box.extent, rounded_to) if array is None else array
             held = torch.from_numpy(weights).to(self._device)
             held = held.view(torch.bfloat16) if weights.dtype == np.uint16 else held
-            yield shard.name, as_array(self._ranks.whole(held, shard.shape).cpu())
+            yield shard.name, as_array(self._ranks.full_tensor(held, shard.shape).cpu())
 
     @collective()
     def probe(self) -> WeightProbe:
-        """See the base class; computed as a step is, at temperature 1."""
+        """See the base class; computed like a step, at temperature 1."""
         config = self._model.config
         ids = probe_ids(vocabulary=config.vocab_size, most=getattr(config, "max_position_embeddings", TOKENS))
         (pack,) = pack_samples([ids[:1]], [ids[1:]], [0], layout="separate", budget=len(ids))
         return WeightProbe(ids, self._policy.evaluate(pack, temperature=1.0).cpu().numpy())
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Return what has this thread's copies from a device go on a stream of their own."""
+    def _copying(self) -> AbstractContextManager[Any]:
+        """Return a context in which this thread's copies from a device use a separate stream."""
         if self._device.type == "cpu":
             return nullcontext()
-        self._copies = self._copies or torch.Stream(self._device)
-        self._copies.wait_stream(torch.accelerator.current_stream(self._device))
-        return cast(AbstractContextManager[Any], self._copies)
+        self._copy_stream = self._copy_stream or torch.Stream(self._device)
+        self._copy_stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], self._copy_stream)
 
     def _state(self) -> list[TensorShard]:
         adapted = [] if self._loss.target is None else [self._coefficient()]
@@ -569,8 +573,8 @@ class TorchBackend(TrainerBackend):
                         write_shards(folder / name, shards)
                 if link is not None:
                     link.write(folder)
-            except SafetensorError as wrong:
-                raise unwritable(folder, wrong) from wrong
+            except SafetensorError as error:
+                raise unwritable(folder, error) from error
 
         return write if shared else collective()(write)
 
@@ -579,7 +583,7 @@ class TorchBackend(TrainerBackend):
         self._ranks.close()
 
     def _numbers(self, named: NDArray[np.int64]) -> Tensor:
-        """Return for each target the number, from 0, of what ``named`` says that it belongs to."""
+        """Return for each target the index, from 0, of its value in ``named`` among the distinct values."""
         return on_device(np.unique(named, return_inverse=True)[1], self._device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:

@@ -1,7 +1,8 @@
-"""Advantages that need all samples of a step: the algorithm's ``credit``, out of a rank's samples and what they cost.
+"""Advantages that need all samples of a step: calls the algorithm's ``credit`` with a rank's samples and penalties.
 
-Invariant: the ranks exchange what the algorithm asks for and nothing else, so which rank has a sample changes rounding
-only; an advantage is written once, before the first update of a step, and all its epochs and mini-batches use it.
+Invariants: the ranks exchange only the data that the algorithm requests, so the distribution of samples over ranks
+changes only rounding. Advantages are computed once, before the first update of a step, for all its epochs and
+mini-batches.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from asyncflow.training.ranks import ProcessGroup, gather_rows
 
 
 def divergences(batch: MicroBatch, reference: Jagged, loss: Loss) -> NDArray[np.float64]:
-    """Return the KL of each response token from the reference, under the old policy: float64[N], 0 where masked."""
+    """Return the KL of each response token from the reference under the old policy, float64[N]; 0 if masked."""
     old = _double(batch.logprobs if batch.old is None else batch.old)
     found: NDArray[np.float64] = kl_penalty(old, _double(reference), loss.kl_name).numpy()
     return np.where(batch.counted(), found, 0.0)
 
 
-def credited(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *, group: ProcessGroup) -> MicroBatch:
+def assign_credit(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *, group: ProcessGroup) -> MicroBatch:
     """Return ``batch``, this rank's samples of a step, with the advantage of each response token. Collective.
 
-    penalty: what each token costs, float64[N].
+    penalty: penalty of each token, float64[N].
     """
     keys = np.array(batch.keys, dtype=np.int64).reshape(-1, 2)
     step = StepSamples(
@@ -41,7 +42,7 @@ def credited(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *, gro
         counted=batch.counted(),
         penalty=penalty,
     )
-    return batch.credited(loss.algorithm.credit(step, everywhere=partial(gather_rows, group)))
+    return batch.with_advantages(loss.algorithm.credit(step, everywhere=partial(gather_rows, group)))
 
 
 def _double(column: Jagged) -> torch.Tensor:

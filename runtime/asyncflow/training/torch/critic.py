@@ -1,13 +1,13 @@
-"""The critic: a model beside the policy that says how much reward is still to come, and how it learns.
+"""The critic: a second model that estimates the remaining reward at each token, and its training.
 
-    V(s_t) = w · h(prompt, tokens before t) + b        h: last states of a model like the policy, w and b begin at 0
+    V(s_t) = w · h(prompt, tokens before t) + b        h: last states of a model like the policy; w, b: initially 0
 
-It begins with the weights of the policy's model folder, has an optimizer of its own, is cut over the ranks as the
-policy is, and belongs to each checkpoint. It is never published.
+It starts with the weights of the policy's model folder, has its own optimizer, is sharded over the ranks like the
+policy, and is part of each checkpoint. It is never published.
 
-Invariants: the values that advantages and returns are made of are those before the step, whatever updates the step
-makes; a step moves critic and policy together or neither, so that a checkpoint has both of the same step; the gradient
-is that of one big padded batch up to rounding, however D_k was cut into slots, packs and ranks.
+Invariants: advantages and returns use the values before the step, whatever updates the step makes. A step updates both
+critic and policy or neither, so a checkpoint contains both after the same step. The gradient is that of one big padded
+batch up to rounding, for any division of D_k into slots, packs and ranks.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from asyncflow.training.torch.shards import TensorShard, read_first, read_saved,
 
 _HEAD = "value_head"
 _SALT = 1
-"""Makes the critic's stochastic rounding another one than the policy's."""
+"""Seeds the critic's stochastic rounding differently from the policy's."""
 
 
 class ValueModel(PackModel):
-    """A model that is asked for one number in the place of logits."""
+    """A model that returns one number per token in place of logits."""
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype, few_sizes: bool = False) -> None:
         super().__init__(model.base_model, compute=compute, few_sizes=few_sizes)
@@ -63,7 +63,7 @@ class ValueModel(PackModel):
         self.head = nn.Linear(logits.shape[1], 1, device=logits.device, dtype=logits.dtype)
 
     def evaluate(self, pack: Pack) -> Tensor:
-        """Return the value of each target's state, without a gradient: float32[N]; by all ranks where it is cut."""
+        """Return the value of each target's state, without a gradient: float32[N]; collective if sharded."""
         with torch.no_grad():
             values: Tensor = self(pack)
         if isinstance(self, FSDPModule):
@@ -79,11 +79,11 @@ class ValueModel(PackModel):
         return functional.linear(states, self.head.weight.to(states.dtype), self.head.bias.to(states.dtype))[:, 0]
 
     def weights(self) -> list[TensorShard]:
-        """Return what this rank holds of the weights that a model folder has, by their names there."""
+        """Return this rank's part of the weights that are in a model folder, by their names there."""
         return [tensor_shard(self.prefix + name, tensor) for name, tensor in named_weights(self.model)]
 
     def value_head(self) -> list[TensorShard]:
-        """Return what this rank holds of the layer that makes values of states."""
+        """Return this rank's part of the layer that computes values from states."""
         return [tensor_shard(f"{_HEAD}.{name}", tensor) for name, tensor in self.head.named_parameters()]
 
 
@@ -98,9 +98,9 @@ def open_critic(
     group: ProcessGroup,
     ranks: TensorGroup,
 ) -> Critic | None:
-    """Open the critic with the weights of the model folder, or ``resumed`` from a checkpoint; collective.
+    """Open the critic with the weights of the model folder, or ``resumed`` from a checkpoint. Collective.
 
-    None for an algorithm without one. Raises CheckpointError where the checkpoint has none that fits.
+    Returns None for an algorithm without a critic. Raises CheckpointError if the checkpoint has no critic that fits.
     """
     if settings.critic is None:
         return None
@@ -124,12 +124,12 @@ def open_critic(
     return critic
 
 
-def estimated(
+def add_estimates(
     batch: MicroBatch, *, values: Jagged, penalty: NDArray[np.float64], algorithm: Ppo, group: ProcessGroup
 ) -> MicroBatch:
-    """Return this rank's samples of a step with what is made of the critic's values; collective.
+    """Return this rank's samples of a step with values, returns and advantages from the critic's values. Collective.
 
-    values: of the state in which each response token was chosen; penalty [N]: what each of them pays.
+    values: value of the state in which each response token was chosen; penalty [N]: penalty of each response token.
     """
     counted = batch.counted()
     advantages, returns = algorithm.estimates(
@@ -137,14 +137,14 @@ def estimated(
     )
     if algorithm.options.whiten:
         advantages = whitened(advantages, counted, everywhere=partial(gather_rows, group))
-    made = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
-    return made.credited(advantages.astype(np.float32))
+    valued = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
+    return valued.with_advantages(advantages.astype(np.float32))
 
 
 class Critic:
-    """One rank's share of the critic: its model, its optimizer, and the gradient of its loss.
+    """One rank's part of the critic: its model, its optimizer, and the gradient of its loss.
 
-    Raises TypeError where the algorithm of ``settings`` is none with a critic.
+    Raises TypeError if the algorithm of ``settings`` has no critic.
     """
 
     def __init__(self, model: ValueModel, settings: BackendSettings, *, group: ProcessGroup) -> None:
@@ -156,21 +156,21 @@ class Critic:
         self.optimizer = FlatAdamW(model, critic.optimizer, seed=(settings.seed, group.rank, _SALT))
 
     def state(self) -> dict[str, list[TensorShard]]:
-        """Return what a checkpoint has of it on this rank, by file, sharing its memory."""
+        """Return this rank's tensors for a checkpoint, by file, sharing their memory."""
         return {
             CRITIC_FILE: [*self._model.weights(), *self._model.value_head()],
             CRITIC_STATE_FILE: list(self.optimizer.state()),
         }
 
     def evaluate(self, pack: Pack) -> Tensor:
-        """Return the value of each target's state, without a gradient: float32[N]; collective."""
+        """Return the value of each target's state, without a gradient: float32[N]; collective if sharded."""
         return self._model.evaluate(pack)
 
     def add(self, batch: MicroBatch, pack: Pack, *, figures: StepFigures) -> NDArray[np.floating]:
         """Add the gradient of the loss of a pack of ``batch``; return the advantage of each of its targets, float[N].
 
-        Waits for the device where the batch has no values yet, as before the first update of a step: then they are
-        those of this pass.
+        If the batch has no values yet, as before the first update of a step, uses the values of this pass, which
+        requires waiting for the device.
         """
         if batch.values is not None:
             self.learn(batch, pack, figures=figures)
@@ -199,8 +199,8 @@ class Critic:
         figures.values(loss=loss.detach(), clipped=terms.clipped.sum())
         figures.count(_figures(old, returns))
 
-    def accompany(self) -> None:
-        """Make the pass of a pack that adds nothing, since other ranks make one."""
+    def empty_pass(self) -> None:
+        """Make a pass that adds no gradient, because other ranks make a pass."""
         (self._model(smallest_pack()) * 0).sum().backward()
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -208,7 +208,7 @@ class Critic:
 
 
 def _figures(values: NDArray[np.floating], returns: NDArray[np.floating]) -> Iterator[tuple[str, float]]:
-    """Yield the sums that tell how well values explain returns."""
+    """Yield the sums for the explained variance of returns by values."""
     errors = returns.astype(np.float64) - values
     yield "value_tokens", float(len(returns))
     for name, numbers in (("return", returns), ("value_error", errors)):

@@ -1,8 +1,8 @@
-"""A replica of the critic as a role of its own: packs of what a trainer sends, and the state of a checkpoint.
+"""A replica of the critic as a role of its own: it packs the samples that trainer ranks send, and saves its state.
 
-Invariant: values, gradient and updates are those of the critic inside a trainer, up to the rounding that other packs
-make. Each replica holds the whole critic, and all move alike. Where memory runs out, what was learned since the last
-update is learned again in packs of half the size, once.
+Invariants: values, gradient and updates equal those of a critic inside the trainer, up to the rounding differences
+between packs. Each replica holds the whole critic, and all make the same updates. If memory runs out, the gradient
+since the last update is computed again in packs of half the size; this happens once at most.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
 from asyncflow.training.torch.shards import copied, write_shards
 
-_OF_CRITICS = collective(where="critic", who="the critics")
+_COLLECTIVE = collective(where="critic", who="the critics")
 
 
 class _Replicas:
-    """The process group of the critic's replicas; nothing where there is one. host: of this process."""
+    """The process group of the critic's replicas, unused if there is only one. host: address of this process."""
 
     def __init__(self, *, host: str) -> None:
         self._host = host
-        self._met = False
+        self._joined = False
 
-    @_OF_CRITICS
+    @_COLLECTIVE
     def meet(self, meeting: Meeting, *, device: torch.device, timeout_s: float) -> None:
-        """Join the group, once all have come. Raises PeerLost where one does not."""
+        """Join the group after all replicas have come. Raises PeerLost if one does not come."""
         timeout = timedelta(seconds=timeout_s)
         store = open_store(meeting.host, meeting.port, world=meeting.world, listener=meeting.listener, timeout=timeout)
         store.set(f"here/{meeting.rank}", "")
@@ -65,26 +65,26 @@ class _Replicas:
                 backends(device), store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout
             )
         except BaseException:
-            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch counts a group that was not made
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch counts a group that it failed to create
             raise
-        self._met = True
+        self._joined = True
 
-    @_OF_CRITICS
+    @_COLLECTIVE
     def add(self, gradient: Tensor) -> None:
-        """Replace ``gradient`` by the sum of all replicas', and wait for it. Raises PeerLost where one is gone."""
-        if self._met:
+        """Replace ``gradient`` by the sum over all replicas, and wait for it. Raises PeerLost if one is lost."""
+        if self._joined:
             dist.all_reduce(gradient)
             gradient[:1].item()
 
     def close(self) -> None:
         """Leave the group."""
-        if self._met:
+        if self._joined:
             dist.destroy_process_group()
-            self._met = False
+            self._joined = False
 
 
 class TorchCritic:
-    """See ``CriticModel``. settings: the trainer's, with this process's device and threads; folder: of the model."""
+    """See ``CriticModel``. settings: the trainer's, with this process's device and threads; folder: the model's."""
 
     files: tuple[str, ...] = (CRITIC_FILE, CRITIC_STATE_FILE)
 
@@ -110,7 +110,7 @@ class TorchCritic:
         """See ``CriticModel``."""
         self._replicas.close()
         if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index)  # of this thread
+            torch.accelerator.set_device_index(self._device.index)  # the device is a setting of each thread
         self._opened = None
         self._opened = open_critic(
             self._folder,
@@ -133,7 +133,7 @@ class TorchCritic:
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
-        return self._packs.evaluated(batch, _spoken(batch), self._critic.evaluate)
+        return self._packs.evaluated(batch, _with_loss_tokens(batch), self._critic.evaluate)
 
     def learn(self, batch: MicroBatch) -> None:
         """See ``CriticModel``."""
@@ -145,15 +145,15 @@ class TorchCritic:
             self._packs.halve(full)
         else:
             return
-        again = self._step
+        batches = self._step
         self.forget()
         torch.accelerator.empty_cache()
-        for one in again:
+        for one in batches:
             self._step.append(one)
             self._add(one)
 
     def _add(self, batch: MicroBatch) -> None:
-        for pack in self._packs.of(batch, _spoken(batch)):
+        for pack in self._packs.of(batch, _with_loss_tokens(batch)):
             self._critic.learn(batch, pack, figures=self._figures)
 
     def forget(self) -> None:
@@ -166,7 +166,7 @@ class TorchCritic:
         gradient = self._critic.optimizer.gradient
         if self._settled is None:
             self._replicas.add(gradient)
-            self._step, self._settled = [], self._figures.taken()
+            self._step, self._settled = [], self._figures.take()
         return self._settled | {NORM: gradient.norm().item()}
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
@@ -179,23 +179,23 @@ class TorchCritic:
         self._settled = None
 
     def copy(self) -> Callable[[Path], None]:
-        """See ``CriticModel``: it raises OSError or DiskError where the disk fails."""
+        """See ``CriticModel``. The returned function raises OSError or DiskError if the disk fails."""
         state = {name: copied(shards, group=self._group) for name, shards in self._critic.state().items()}
 
         def write(folder: Path) -> None:
             try:
                 for name, shards in state.items():
                     write_shards(folder / name, shards)
-            except SafetensorError as wrong:
-                raise unwritable(folder, wrong) from wrong
+            except SafetensorError as error:
+                raise unwritable(folder, error) from error
 
         return write
 
     @property
     def _critic(self) -> Critic:
-        assert self._opened is not None, "load comes first"
+        assert self._opened is not None, "load must be called first"
         return self._opened
 
 
-def _spoken(batch: MicroBatch) -> np.ndarray:
+def _with_loss_tokens(batch: MicroBatch) -> np.ndarray:
     return np.flatnonzero(batch.loss_lengths() > 0)

@@ -1,10 +1,11 @@
-"""The device of a rank: given arrays, and joined with those of the other ranks in torch's process group.
+"""The device of a rank: copies of arrays to and from it, and torch's process group of the ranks' devices.
 
-Rank 0 listens on a port that is free, tells the others by ``ProcessGroup.gather``, and the store takes over that very
-socket: no port is chosen in advance and none can be lost in between. Only tensors travel, never objects (no pickle).
+Rank 0 listens on a free port and sends it to the other ranks by ``ProcessGroup.gather``. The store takes over the same
+socket, so no port is chosen in advance that another process could take. Only tensors are transferred, never objects (no
+pickle).
 
-Invariants: what computes with a tensor comes after its copy, on the same stream; a numpy array of uint16 is the bits of
-bfloat16; gloo, nccl and hccl run the same three lines: which one is the device's business.
+Invariants: operations on a tensor run after its copy, on the same stream. A numpy array of uint16 contains the bits of
+bfloat16. The code is the same for gloo, nccl and hccl; the device determines the library.
 """
 
 from __future__ import annotations
@@ -35,42 +36,44 @@ from asyncflow.weights.torch_pair import listen
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _HCCL_WAITS = "HCCL_EXEC_TIMEOUT"
-"""Whole seconds, of which HCCL takes at most 1091 under the expansion mode AIV, which the profiles ask for."""
-_GONE = re.compile(r"gloo|HCCL_E_REMOTE|HCCL function error: .*error code is (?:9|1[1-4]|19|21)\b|\bEI00(?:02|06|15)\b")
-"""What says that a rank is gone, in a RuntimeError that is no DistError: one of gloo, or of torch_npu.
+"""In whole seconds. HCCL accepts at most 1091 in the expansion mode AIV, which the profiles use."""
+_RANK_LOST = re.compile(
+    r"gloo|HCCL_E_REMOTE|HCCL function error: .*error code is (?:9|1[1-4]|19|21)\b|\bEI00(?:02|06|15)\b"
+)
+"""Texts that mean a lost rank in a RuntimeError that is not a DistError, but an error of gloo or of torch_npu.
 
-torch_npu (HCCLUtils.hpp) says HCCL's codes: 9 (no answer in time), 11 to 14 (connection, transfer), 19 (network), 21
-(the other side); and quotes CANN's: EI0002 (no word from a rank), EI0006 (no connection to one), EI0015 (to none).
+torch_npu (HCCLUtils.hpp) reports HCCL's codes: 9 (timeout), 11 to 14 (connection, transfer), 19 (network), 21 (remote
+side). It also quotes CANN's codes: EI0002 (a rank timed out), EI0006 (no connection to a rank), EI0015 (to any rank).
 """
 _SUMMED = 1 << 18
-"""Most squares that are added up in one float32 sum: on a CPU the norm of 1e8 numbers would be 1 % too small."""
+"""Most squares that are added in one float32 sum: on a CPU the norm of 1e8 numbers would be 1 % too small."""
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return a small ``array`` as a tensor on ``device``, without waiting; on the CPU it shares the array's memory.
 
-    Elsewhere it goes by way of page-locked memory, which torch keeps and uses again once the copy is over.
+    For other devices the copy uses page-locked memory, which torch keeps and reuses after the copy.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def weights_on_device(array: NDArray[Any], device: torch.device, *, dtype: torch.dtype) -> Tensor:
-    """Return published weights on ``device`` in the ``dtype`` that the model holds them in.
+    """Return published weights on ``device`` in the model's ``dtype``.
 
-    Not by way of page-locked memory, of which torch would keep as much as the whole model.
+    Does not use page-locked memory, of which torch would keep as much as the size of the whole model.
     """
     tensor = torch.from_numpy(array).to(device)
     return (tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor).to(dtype)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` on the CPU, rounded to ``dtype`` before it is copied if it is of floating-point numbers."""
+    """Return ``tensor`` on the CPU; a floating-point tensor is rounded to ``dtype`` before the copy."""
     return (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor of the CPU as an array that shares its memory where it is contiguous."""
+    """Return a CPU tensor as an array, which shares its memory if the tensor is contiguous."""
     whole = tensor.contiguous()
     array: NDArray[Any] = (whole.view(torch.uint16) if whole.dtype == torch.bfloat16 else whole).numpy()
     return array
@@ -78,22 +81,22 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def collective(*, where: str = "trainer", who: str = "the trainer's ranks") -> Iterator[None]:
-    """Raise PeerLost where a rank is gone in a collective of this block, or of the function that this decorates."""
+    """Raise PeerLost if a rank is lost in a collective of this block, or of a function that this decorates."""
     try:
         yield
     except RuntimeError as error:
         lines = str(error).splitlines() or [""]
-        said = [lines[0]] if isinstance(error, dist.DistError) else list(filter(_GONE.search, lines))
-        if not said:
+        found = [lines[0]] if isinstance(error, dist.DistError) else list(filter(_RANK_LOST.search, lines))
+        if not found:
             raise
-        what = f"another rank has ended, or has not answered in time: {said[0].strip()}"
-        raise PeerLost(what, where=where, hint=f"The logs of {who} say which") from error
+        what = f"another rank has ended, or has not answered in time: {found[0].strip()}"
+        raise PeerLost(what, where=where, hint=f"The logs of {who} say which one") from error
 
 
 class TensorGroup:
-    """Collectives of torch over the ranks of ``group``; nothing where there is one rank.
+    """torch's collectives over the ranks of ``group``; does nothing for one rank.
 
-    host: the address of this process that other ranks can dial; timeout_s: of each collective.
+    host: the address at which other ranks reach this process; timeout_s: timeout of each collective.
     """
 
     def __init__(self, group: ProcessGroup, *, device: torch.device, host: str, timeout_s: float) -> None:
@@ -105,7 +108,7 @@ class TensorGroup:
         self._mesh: DeviceMesh | None = None
 
     def meet(self) -> None:
-        """Join the process group, once; blocks until all ranks have come."""
+        """Join the process group if this has not been done; blocks until all ranks have come."""
         if self._gang.world == 1 or self._group is not None:
             return
         choose_interface(self._host)
@@ -122,7 +125,7 @@ class TensorGroup:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks' devices as models are cut over them, once they have met; None for one rank."""
+        """The mesh of the ranks' devices over which models are sharded, after ``meet``; None for one rank."""
         return self._mesh
 
     def norm(self, shard: Tensor) -> float:
@@ -134,19 +137,21 @@ class TensorGroup:
         dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=self._group)
         return float(squared.sqrt())
 
-    def from_first(self, tensor: Tensor) -> None:
-        """Replace ``tensor``, which lies on the CPU, by rank 0's."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace ``tensor``, which is on the CPU, by rank 0's."""
         if self._group is not None:
             dist.broadcast(tensor, src=0, group=self._group)
 
-    def whole(self, shard: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return on every rank the tensor of ``shape`` of which each holds a shard."""
+    def full_tensor(self, shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return on every rank the full tensor of ``shape`` from the ranks' shards."""
         if self._mesh is None:
             return shard
         stride = torch.empty(shape, device="meta").stride()
-        cut = DTensor.from_local(shard, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
-        whole: Tensor = cut.full_tensor()
-        return whole
+        sharded = DTensor.from_local(
+            shard, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        full: Tensor = sharded.full_tensor()
+        return full
 
     def close(self) -> None:
         """Leave the process group."""
@@ -156,20 +161,20 @@ class TensorGroup:
 
 
 def backends(device: torch.device) -> str:
-    """Return who carries tensors of the CPU, and of ``device``."""
+    """Return the libraries for collectives of tensors on the CPU and on ``device``."""
     own: str = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 def choose_interface(host: str) -> None:
-    """Make gloo listen at ``host``: by itself it takes whatever this machine's name resolves to, if to anything."""
-    named = [name for name, addresses in psutil.net_if_addrs().items() if host in (each.address for each in addresses)]
-    if named:
-        os.environ.setdefault(_INTERFACE, named[0])
+    """Make gloo listen at ``host``; by default it uses the address to which this machine's name resolves, if any."""
+    names = [name for name, addresses in psutil.net_if_addrs().items() if host in (each.address for each in addresses)]
+    if names:
+        os.environ.setdefault(_INTERFACE, names[0])
 
 
 def limit_waits(device: str, *, timeout_s: float) -> None:
-    """Make HCCL wait for other ranks no longer than this: it goes by a variable, not by the group's timeout."""
+    """Limit HCCL's waits for other ranks, which depend on an environment variable, not on the group's timeout."""
     if device == "npu":
         os.environ.setdefault(_HCCL_WAITS, str(math.ceil(timeout_s)))
 
@@ -181,15 +186,15 @@ def _store(group: ProcessGroup, *, host: str, timeout: timedelta) -> dist.TCPSto
         listener, port = listen(host)
         text = f"{host}:{port}".encode()
         address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-    told = bytes(group.gather(address, what="the address of the process group")[0]).rstrip(b"\0").decode()
-    name, _, number = told.rpartition(":")
+    received = bytes(group.gather(address, what="the address of the process group")[0]).rstrip(b"\0").decode()
+    name, _, number = received.rpartition(":")
     return open_store(name, int(number), world=group.world, listener=listener, timeout=timeout)
 
 
 def open_store(
     host: str, port: int, *, world: int, listener: socket.socket | None, timeout: timedelta
 ) -> dist.TCPStore:
-    """Return the store in which a process group of so many ranks meets; ``listener`` is the first rank's socket."""
+    """Return the store for a process group of ``world`` ranks; listener: rank 0's socket, None on the others."""
     return dist.TCPStore(
         host,
         port,

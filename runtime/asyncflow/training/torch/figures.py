@@ -1,7 +1,7 @@
-"""The figures of a step: what is measured of every pack, and the metrics that a step makes of them.
+"""The figures of a step: measurements of every pack, and the metrics computed from them.
 
-Invariants: figures of packs stay on the device that computed them, and nothing waits for them, until ``merged`` reads
-them all at once; what was not computed, or of nothing, is NaN and no metric of the step.
+Invariants: figures of packs stay on the device that computed them, without synchronisation, until ``merged`` or
+``take`` reads all of them. A figure that was not computed, or that has no tokens, is NaN and not among the metrics.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SUMS = (
 )  # fmt: skip
 _OF_VALUES = ("value_loss", "value_clip", "return", "return_squares", "value_error", "value_error_squares")
 _MAXIMA = ("ratio_max", "correction_max", "correction_least")
-"""``correction_least`` is the smallest weight with its sign turned."""
+"""``correction_least`` is the smallest weight, negated."""
 _MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
 
 
 class StepFigures:
-    """The figures of one rank's packs since the last step. own: the names of those that the algorithm measures."""
+    """The figures of one rank's packs since the last step. own: names of the figures that the algorithm measures."""
 
     def __init__(self, own: tuple[str, ...] = ()) -> None:
         self._own = own
@@ -44,11 +44,11 @@ class StepFigures:
         self._values: list[Tensor] = []
 
     def count(self, values: Iterable[tuple[str, float]]) -> None:
-        """Add numbers that are on the host already, by name."""
+        """Add numbers that are in host memory, by name."""
         self._meter.add(values)
 
     def gaps(self, gap: NDArray[np.floating]) -> None:
-        """Add absolute differences of log-probs between engine and trainer, one for each token."""
+        """Add absolute differences of log-probs between engine and trainer, one per token."""
         self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
         self._meter.histogram.add(gap)
 
@@ -62,9 +62,9 @@ class StepFigures:
         entropy: Tensor | None,
         on_policy: Tensor,
     ) -> None:
-        """Compute the figures of a pack where it was computed.
+        """Compute the figures of a pack on its device.
 
-        on_policy: 1 for targets that the current weights made.
+        on_policy: 1 for targets that the current weights generated.
         """
         policy, logratio = terms.policy, logprobs - behaviour
         gap, unknown = logratio.abs(), logprobs.new_full((), math.nan)
@@ -89,17 +89,17 @@ class StepFigures:
         self._packs.append((tuple(values), torch.stack(list(values.values())), gaps))
 
     def values(self, *, loss: Tensor, clipped: Tensor) -> None:
-        """Add the sums of a critic's pack: of its loss, and of the tokens whose loss is clipped."""
+        """Add the sums of a critic's pack: of its loss, and of its number of clipped tokens."""
         self._values.append(torch.stack([loss, clipped]))
 
-    def taken(self) -> dict[str, float]:
-        """Return the sums that are not 0, and begin anew; waits for every pack since the last step."""
+    def take(self) -> dict[str, float]:
+        """Return the sums that are not 0, and reset all figures; waits for every pack since the last step."""
         self._read()
         sums, self._meter = self._meter.sums, _meter(self._own)
         return {name: value for name, value in sums.items() if value}
 
     def merged(self, group: ProcessGroup, *, step: int) -> StepMeter:
-        """Return the figures of all ranks, and begin anew. Collective; waits for every pack since the last step."""
+        """Return the figures of all ranks, and reset. Collective; waits for every pack since the last step."""
         self._read()
         rows = group.gather(self._meter.array(), what=f"the counts of step {step}")
         meter, self._meter = self._meter.merged(rows), _meter(self._own)
@@ -119,10 +119,9 @@ class StepFigures:
 
 
 def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the metrics of a step by name, those that are finite.
+    """Return the finite metrics of a step by name.
 
-    own: the names of those that the algorithm measures; divisor: what the sums of the loss and of its gradient were
-    divided by.
+    own: names of the figures that the algorithm measures; divisor: divisor of the sums of the loss and its gradient.
     """
     sums = meter.sums
     computed, gap_tokens = sums["computed"] or math.nan, sums["gap_tokens"]
@@ -159,14 +158,14 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def critics(applied: Applied) -> dict[str, float]:
-    """Return the metrics of an optimizer step of the critic, those that are finite."""
+def critic_metrics(applied: Applied) -> dict[str, float]:
+    """Return the finite metrics of an optimizer step of the critic."""
     metrics = {"critic_grad_norm": applied.grad_norm, "critic_learning_rate": applied.learning_rate}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _values_of(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a critic out of means over tokens: ``explained_variance`` is 1 - Var(R - V) / Var(R)."""
+    """Return the metrics of a critic from means over tokens: ``explained_variance`` is 1 - Var(R - V) / Var(R)."""
     spread = means["return_squares"] - means["return"] ** 2
     unexplained = means["value_error_squares"] - means["value_error"] ** 2
     return {
@@ -178,7 +177,7 @@ def _values_of(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _correction(terms: CorrectionTerms) -> dict[str, Tensor]:
-    """Return the figures of importance weights: sums over tokens or responses, whichever were weighed."""
+    """Return the figures of importance weights, as sums over tokens or responses, depending on the correction level."""
     weight, unit = terms.weight, terms.unit
     return {
         "correction_units": unit.sum(),

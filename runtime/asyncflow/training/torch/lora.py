@@ -1,7 +1,7 @@
-"""LoRA by peft inside the model that is trained.
+"""LoRA by peft inside the trained model.
 
-Invariant: with adapters, what is published, saved and restored are their tensors and nothing else, under the names
-of peft's files; without, all weights under their own names. A fresh adapter changes nothing, since its B is 0.
+Invariants: with adapters, only their tensors are published, saved and restored, under the names of peft's files.
+Without adapters, these are all weights under their own names. A new adapter changes nothing, because its B is 0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
-    """Put adapters of arbitrary content into ``model``, which alone are trainable from then on.
+    """Add adapters with arbitrary content to ``model``; from then on they are its only trainable parameters.
 
-    Raises ManifestError where peft is missing or a target names no linear layer.
+    Raises ManifestError if peft is not installed or a target matches no linear layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -37,12 +37,12 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen_layers(lora, layers))
-    # In a model whose type it knows, peft would take names of dense layers for those of fused experts.
+    # In a model whose type it knows, peft would take names of dense layers for names of fused experts.
     inject_adapter_in_model(config, nn.Sequential(model), adapter_name=_ADAPTER)
 
 
-def begin_adapters(model: nn.Module, *, seed: int) -> None:
-    """Set the first weights of adapters as peft does, but as a function of ``seed`` alone: B is 0."""
+def initialise_adapters(model: nn.Module, *, seed: int) -> None:
+    """Set the initial weights of adapters as peft does, but as a function of ``seed`` alone: B is 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if _is_adapter(name):
@@ -54,29 +54,29 @@ def begin_adapters(model: nn.Module, *, seed: int) -> None:
 
 
 def base_shards(model: nn.Module) -> list[TensorShard]:
-    """Return what this rank holds of the weights that a model folder has, by their names there."""
+    """Return this rank's part of the weights that are in a model folder, by their names there."""
     named = ((name.replace(".base_layer.", "."), tensor) for name, tensor in named_weights(model))
     return [tensor_shard(name, tensor) for name, tensor in named if not _is_adapter(name)]
 
 
 def trained_shards(model: nn.Module) -> list[TensorShard]:
-    """Return what this rank holds of what a run changes, sharing its memory."""
+    """Return this rank's part of the trained weights, sharing their memory."""
     return [tensor_shard(name, tensor) for name, tensor in trained_weights(model)]
 
 
 def trained_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a run changes: the adapters where there are some, else all weights, by their published names."""
+    """Yield the trained weights by their published names: the adapters if there are any, otherwise all weights."""
     adapters = [(name, tensor) for name, tensor in model.named_parameters() if _is_adapter(name)]
     yield from ((_published(name), tensor) for name, tensor in adapters) if adapters else named_weights(model)
 
 
-def own_names(model: nn.Module) -> dict[str, str]:
-    """Return the name of each trained weight in ``model`` by its published name."""
+def names_in_model(model: nn.Module) -> dict[str, str]:
+    """Return the name of each weight in ``model`` by its published name."""
     return {_published(name) if _is_adapter(name) else name: name for name, _ in named_weights(model)}
 
 
 def without_adapters(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which computes with ``model``, as it would be without adapters."""
+    """Return ``function``, which computes with ``model``, with the adapters disabled during each call."""
 
     def bare(*args: Any, **kwargs: Any) -> Any:
         with _disabled(model):

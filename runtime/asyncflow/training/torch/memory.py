@@ -1,10 +1,10 @@
-"""Largest size of a micro-batch in tokens: found by a trial on an accelerator, halved once when memory runs out.
+"""Largest size of a micro-batch in tokens: determined by trials on an accelerator, halved once if memory runs out.
 
-A pass needs a fixed amount of memory and one that grows with the tokens of its pack. Two trials of different size tell
-both, and the largest pack that leaves some memory free is taken.
+A pass needs a fixed amount of memory and an amount proportional to the tokens of its pack. Two trials of different size
+determine both, and the largest pack that leaves some memory free is used.
 
-Invariant: a trial is a forward and backward pass whose every token is a target, in documents as long as the longest
-sample, so that no real pack of as many tokens needs more but for fragmentation.
+Invariant: in a trial every token except a one-token prompt is a target, and samples are as long as the longest sample.
+So no real pack of the same size needs more memory, apart from fragmentation.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 FIELD = "spec.trainer.backend.tokensPerMicroBatch"
 MOST_TOKENS = 32_768
-"""Most tokens that a trial decides on: larger packs are not faster, and balance over ranks becomes coarser."""
+"""Most tokens that trials may determine: larger packs are not faster, and balance between ranks becomes coarser."""
 _FIRST_TRIAL = 1024
 _LAST_TRIAL = 4096
 _MULTIPLE = 256
 _USED = 0.9
-"""Part of the free memory that a pack may fill; the rest is for fragmentation."""
+"""Fraction of the free memory that a pack may use; the rest is for fragmentation."""
 _HINT = (
     f"Give a smaller {FIELD.rpartition('.')[2]} (at least the longest sample), options.gradient_checkpointing: true, "
     "or a device with more memory"
@@ -38,7 +38,7 @@ _HINT = (
 
 
 class Trial(NamedTuple):
-    """A pass that was tried. tokens: of its pack; bytes: most memory that it had allocated beyond the resting state."""
+    """One trial pass. tokens: size of its pack; bytes: peak memory allocated beyond the memory before the pass."""
 
     tokens: int
     bytes: int
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
 def largest_pack(small: Trial, large: Trial, *, free: int, longest: int) -> int:
     """Return the most tokens of a pack that fits into ``free`` bytes, estimated from two trials of different size.
 
-    longest: tokens of the longest sample, which has to fit: ManifestError where it does not.
+    longest: tokens of the longest sample. Raises ManifestError if it does not fit.
     """
     each = max(1.0, (large.bytes - small.bytes) / (large.tokens - small.tokens))
     fixed = max(0.0, large.bytes - each * large.tokens)
@@ -57,7 +57,7 @@ def largest_pack(small: Trial, large: Trial, *, free: int, longest: int) -> int:
             f"the longest sample has {longest} tokens, and the device's free memory of {free / 1e9:.1f} GB fits "
             f"a micro-batch of {max(0, fits)}",
             where=FIELD,
-            hint="Lower sampling.maxTokens, give options.gradient_checkpointing: true, or a device with more memory",
+            hint="Lower sampling.maxTokens, set options.gradient_checkpointing: true, or use a device with more memory",
         )
     whole = fits // _MULTIPLE * _MULTIPLE
     return max(longest, min(MOST_TOKENS, whole or fits))
@@ -66,11 +66,11 @@ def largest_pack(small: Trial, large: Trial, *, free: int, longest: int) -> int:
 def find_largest_pack(
     step: Callable[[MicroBatch, int], None], *, device: torch.device, share: float, reserved: int, longest: int
 ) -> int:
-    """Return the most tokens of a pack that fits the accelerator, by trials of ``step``.
+    """Return the most tokens of a pack that fits the accelerator, determined by trials of ``step``.
 
-    step: computes a micro-batch forward and backward in packs of so many tokens, and forgets it; share: part of the
-    device's memory that this process may use; reserved: bytes to be left for other things; longest: tokens of the
-    longest sample. Raises ManifestError where it does not fit.
+    step: computes a micro-batch forward and backward in packs of the given size, and discards the result; share:
+    fraction of the device memory that this process may use; reserved: bytes to leave free for other purposes; longest:
+    tokens of the longest sample. Raises ManifestError if it does not fit.
     """
     trials: list[Trial] = []
     tokens = max(_FIRST_TRIAL, longest)
@@ -78,7 +78,7 @@ def find_largest_pack(
         step(trial_batch(tokens, longest=longest), tokens)  # libraries allocate their workspaces the first time
         free = _free_bytes(device, share=share) - reserved
         while len(trials) < 2 or trials[-1].tokens < _LAST_TRIAL:
-            trials.append(_tried(step, tokens, device=device, longest=longest))
+            trials.append(_measure(step, tokens, device=device, longest=longest))
             tokens *= 2
     except torch.OutOfMemoryError as full:
         if not trials:
@@ -91,7 +91,7 @@ def find_largest_pack(
 
 
 def trial_batch(tokens: int, *, longest: int) -> MicroBatch:
-    """Return made-up samples of ``longest`` tokens each, ``tokens`` tokens in all, all but one of each a target."""
+    """Return artificial samples of ``longest`` tokens each, ``tokens`` in total; all but one of each are targets."""
     lengths = [longest] * (tokens // longest) or [tokens]
     responses = Jagged.from_rows([np.zeros(length, dtype=np.int32) for length in lengths], "int32")
     return MicroBatch(
@@ -105,7 +105,7 @@ def trial_batch(tokens: int, *, longest: int) -> MicroBatch:
     )
 
 
-def _tried(step: Callable[[MicroBatch, int], None], tokens: int, *, device: torch.device, longest: int) -> Trial:
+def _measure(step: Callable[[MicroBatch, int], None], tokens: int, *, device: torch.device, longest: int) -> Trial:
     batch = trial_batch(tokens, longest=longest)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(device)
@@ -123,17 +123,17 @@ def _free_bytes(device: torch.device, *, share: float) -> int:
 
 
 class PackBudget:
-    """Most tokens of a pack now. It is halved at most once, since a model that then fails again does not fit."""
+    """Current limit of tokens per pack. It is halved at most once: if memory runs out again, the model does not fit."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._halved = False
 
     def halve(self, full: torch.OutOfMemoryError) -> None:
-        """Halve the budget because memory ran out. Raises ManifestError where it was halved before."""
+        """Halve the limit after memory ran out. Raises ManifestError if it was halved before."""
         if self._halved:
             raise ManifestError(
-                f"out of memory with packs of {self.tokens} tokens, which is already half of what was asked for: "
+                f"out of memory with packs of {self.tokens} tokens, which is already half of the original limit: "
                 f"{full}",
                 where=FIELD,
                 hint=_HINT,

@@ -1,10 +1,9 @@
-"""A causal language model of transformers, run on packs, and how its layers are computed.
+"""A causal language model of transformers that computes on packs, and options for the computation of its layers.
 
-Invariants: the log-prob of each target is that of the distribution that sampling used (temperature applied), in float32
-or the model's own precision where that is higher; only the rows that predict a target reach the output layer, a bounded
-number at a time where the model ends in it. Which kernels are used, whether layers are compiled, and whether they are
-kept for the backward pass or computed again changes nothing but rounding; modules stay as for evaluation, without
-dropout.
+Invariants: the log-prob of a target is computed from the distribution that sampling used (with temperature), in float32
+or in the model's own precision if that is higher. Only rows that predict a target reach the output layer, in chunks of
+bounded size if the output layer is the last operation. The choice of kernels, compilation and gradient checkpointing
+changes only rounding. Modules are in evaluation mode, without dropout.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from asyncflow.training.torch.device import on_device
 
 Layout: TypeAlias = type[Documents] | type[KernelSequences] | type[NpuSequences]
 _A_TOKEN = np.zeros(1, dtype=np.int32)
-_LEAK = 1e-3
-"""Most by which a pack may change the logits of a sample, as a part of the largest."""
-_ROUNDED_LEAK = 0.05
-"""The same where layers compute in bfloat16."""
+_TOLERANCE = 1e-3
+"""Largest change of a sample's logits by the rest of its pack, relative to the largest logit."""
+_ROUNDED_TOLERANCE = 0.05
+"""The same for layers that compute in bfloat16."""
 _LARGE = 100.0
-"""Size of states whose logits any capping changes."""
+"""Size of states at which any capping changes the logits."""
 
 
 def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
-    """Choose kernels that give the same bits again: always on the CPU, and where asked for on an accelerator.
+    """Choose kernels that reproduce the same bits: always on the CPU, and on an accelerator if ``deterministic``.
 
-    An operation without such a kernel then raises RuntimeError; on an NPU it is warned of. CUDA's attention adds up in
-    no order where torch is to warn only.
+    An operation without such a kernel then raises RuntimeError; on an NPU it only logs a warning. With warnings only,
+    CUDA's attention would add in arbitrary order.
     """
     if device.type == "cuda" and deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,25 +57,25 @@ def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Compute the layers again in the backward pass. Raises ManifestError for a model that cannot."""
+    """Recompute the layers in the backward pass. Raises ManifestError for a model that does not support it."""
     layers = _layers(model, option="gradient_checkpointing")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
-        # The layer looks at its own flag only; what it is made of stays as for evaluation.
+        # The layer reads only its own flag; its submodules stay in evaluation mode.
         layer.training = True
 
 
 def compile_layers(model: nn.Module, *, device: torch.device) -> None:
-    """Compile the layers, when they first run. Raises ManifestError where this machine cannot compile."""
+    """Compile the layers when they first run. Raises ManifestError if this machine cannot compile."""
     layers = _layers(model, option="compile")
     try:
         torch.compile(_probe)(torch.ones(8, device=device))
-    except Exception as wrong:  # whatever a compiler or a missing one raises
+    except Exception as error:  # any error of a compiler, or of a missing one
         raise ManifestError(
-            f"torch.compile does not work here: {_first_line(wrong)}",
+            f"torch.compile does not work here: {_first_line(error)}",
             where=f"{OPTIONS}.compile",
             hint="Install a C++ compiler (g++), and on a GPU triton, or set compile: false",
-        ) from wrong
+        ) from error
     for layer in layers:
         layer.compile()
 
@@ -85,7 +84,7 @@ def _layers(model: nn.Module, *, option: str) -> list[nn.Module]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ManifestError(
-            f"the layers of {type(model).__name__} cannot be told apart", where=f"{OPTIONS}.{option}", hint="Set false"
+            f"the layers of {type(model).__name__} cannot be identified", where=f"{OPTIONS}.{option}", hint="Set false"
         )
     return layers
 
@@ -94,8 +93,8 @@ def _probe(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + numbers
 
 
-def _first_line(wrong: Exception) -> str:
-    return next(filter(None, (line.strip() for line in str(wrong).splitlines())), type(wrong).__name__)
+def _first_line(error: Exception) -> str:
+    return next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
 
 
 def open_model(
@@ -106,13 +105,13 @@ def open_model(
     dtype: torch.dtype = torch.float32,
     longest: int | None = None,
 ) -> nn.Module:
-    """Open the model folder with its weights, or (``weights`` False) with arbitrary ones, held in ``dtype``.
+    """Open the model folder with its weights, or with arbitrary weights if not ``weights``, held in ``dtype``.
 
-    device: None leaves the model where it was made; longest: most tokens of a sequence, None where it is not known.
-    Raises ManifestError where the folder holds no model that transformers can open, and NotYetError for one that packs
-    cannot hold.
+    device: None leaves the model on the device where it was created; longest: most tokens of a sequence, None if
+    unknown. Raises ManifestError if transformers cannot open a model from the folder, and NotYetError for a model that
+    does not support packs.
     """
-    disable_progress_bar()  # it is no line of a log
+    disable_progress_bar()  # it would disturb the log
     try:
         config = AutoConfig.from_pretrained(folder)
         check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
@@ -122,17 +121,17 @@ def open_model(
             if weights
             else AutoModelForCausalLM.from_config(config, **kind)
         )
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as wrong:
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise ManifestError(
-            f"no model can be opened: {wrong}",
+            f"no model can be opened: {error}",
             where=str(folder),
             hint="Give a folder with config.json and model.safetensors, as transformers writes it.",
-        ) from wrong
+        ) from error
     return (model if device is None else model.to(device)).eval()
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter once, tied ones under their first name, and then the buffers that belong to the state."""
+    """Yield each parameter once, tied ones under their first name, and then the persistent buffers."""
     yield from model.named_parameters(remove_duplicate=True)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -141,7 +140,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     """A model of transformers that computes on packs.
 
-    compute: the dtype of its layers; few_sizes: fill packs up, so that few sizes occur (``packing.few_sizes``).
+    compute: the dtype of its layers; few_sizes: pad packs to the sizes of ``packing.few_sizes``.
     """
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype, few_sizes: bool = False) -> None:
@@ -156,10 +155,10 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         found: torch.device = next(self.model.parameters()).device
         return found
 
-    def cast(self, **how: Any) -> AbstractContextManager[Any]:
-        """Return what has the layers of this block compute in ``compute``; how: as for ``torch.autocast``."""
+    def cast(self, **options: Any) -> AbstractContextManager[Any]:
+        """Return a context in which layers compute in ``compute``; options: as for ``torch.autocast``."""
         chosen: AbstractContextManager[Any] = torch.autocast(
-            self.device.type, dtype=self.compute, enabled=self.compute != torch.float32, **how
+            self.device.type, dtype=self.compute, enabled=self.compute != torch.float32, **options
         )
         return chosen
 
@@ -171,11 +170,11 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
 
 
 class LogprobModel(PackModel):
-    """A model that is asked for the log-probs of targets instead of logits.
+    """A model that returns log-probs of targets instead of logits.
 
-    rows: most targets whose logits exist at once. A pack with more is taken in chunks, each computed again in the
-    backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
-    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out.
+    rows: most targets whose logits exist at the same time. A pack with more targets is computed in chunks, each
+    recomputed in the backward pass, so that memory does not grow with the pack. If a model scales or caps the result of
+    its output layer, all logits of a pack are computed without chunks. The first pass determines whether it does.
     """
 
     def __init__(
@@ -184,13 +183,12 @@ class LogprobModel(PackModel):
         super().__init__(model, compute=compute, few_sizes=few_sizes)
         self._temperature = temperature
         self._rows = rows
-        self._ends_in_its_head: bool | None = None
+        self._head_is_last: bool | None = None
 
     def evaluate(self, pack: Pack, *, temperature: float | None = None) -> Tensor:
         """Return the log-prob of each target of ``pack``, without a gradient: float32[N].
 
-        On a model that is cut over ranks all of them call it. Raises ManifestError where the model has an attention
-        that packs do not support.
+        Collective if the model is sharded. Raises NotYetError if packs do not support the model's attention.
         """
         with torch.no_grad():
             logprobs, _ = self(pack, entropy=False, temperature=temperature)
@@ -199,22 +197,22 @@ class LogprobModel(PackModel):
         return logprobs
 
     def forward(self, pack: Pack, *, entropy: bool, temperature: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the log-prob of each target of ``pack``, and the entropy there if asked for: float32[N] each.
+        """Return the log-prob of each target of ``pack``, and the entropy there if requested: float32[N] each.
 
-        temperature: that of sampling where none is given.
+        temperature: by default the sampling temperature.
         """
         temperature = self._temperature if temperature is None else temperature
-        if self._ends_in_its_head is None:
-            self._look()
+        if self._head_is_last is None:
+            self._inspect()
         inputs = self.inputs(pack)
         targets, rows = (on_device(array, self.device) for array in (pack.targets, pack.rows))
-        if not self._ends_in_its_head or len(targets) <= self._rows:
+        if not self._head_is_last or len(targets) <= self._rows:
             with self.cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
                 return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
         with self.cast():
             states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
-        # One rounded copy of the head for all chunks would add up their gradients in its own precision.
+        # With autocast's cache all chunks would share one rounded copy of the head, and add gradients in low precision.
         with self.cast(cache_enabled=False):
             chunks = [
                 checkpoint(self._chunk, *chunk, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
@@ -223,14 +221,14 @@ class LogprobModel(PackModel):
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
-    def _look(self) -> None:
-        """Find out what the model is like, in its first pass. Raises NotYetError where packs cannot hold it."""
-        # Layers that are cut over ranks or hold narrower weights compute in the narrower dtype, whoever calls them.
+    def _inspect(self) -> None:
+        """Determine the properties of the model in its first pass. Raises NotYetError if it does not support packs."""
+        # Sharded layers, and layers with weights in the narrower dtype, compute in the narrower dtype for any caller.
         narrow = isinstance(self, FSDPModule) or next(self.model.parameters()).dtype == self.compute
         rounds = narrow and self.compute != torch.float32
         with self.cast() if rounds else nullcontext():
-            _check_packs(self.model, leak=_ROUNDED_LEAK if rounds else _LEAK)
-            self._ends_in_its_head = _ends_in_its_head(self.model)
+            _check_packs(self.model, tolerance=_ROUNDED_TOLERANCE if rounds else _TOLERANCE)
+            self._head_is_last = _head_is_last(self.model)
 
     def _chunk(
         self, states: Tensor, targets: Tensor, temperature: float, entropy: bool
@@ -245,7 +243,7 @@ def smallest_pack() -> Pack:
 
 
 def _layout(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> Layout:
-    """Return the form in which attention takes packs on ``device``."""
+    """Return the layout of packs for attention on ``device``."""
     if device.type == "npu":
         return NpuSequences
     return KernelSequences if takes_sequences(config, device=device, compute=compute) else Documents
@@ -271,11 +269,8 @@ def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: b
     return logprobs, -(whole.exp() * whole).sum(dim=-1)
 
 
-def _check_packs(model: nn.Module, *, leak: float) -> None:
-    """Refuse a model in which a sample of a pack sees another one, or whose layers do not tell attention of packs.
-
-    Raises NotYetError.
-    """
+def _check_packs(model: nn.Module, *, tolerance: float) -> None:
+    """Raise NotYetError if samples of a pack influence each other, or if layers do not pass packs on to attention."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.config.vocab_size, length) for length in (3, 3, 2)]
     prompts[1] = prompts[0]
@@ -285,18 +280,18 @@ def _check_packs(model: nn.Module, *, leak: float) -> None:
     def logits(layout: LayoutName, budget: int) -> Tensor:
         found: dict[tuple[int, int], Tensor] = {}
         for pack in pack_samples(prompts, responses, [0, 0, 1], layout=layout, budget=budget):
-            made = model(**_inputs(pack, device)).logits[0, on_device(pack.rows, device)].float()
+            computed = model(**_inputs(pack, device)).logits[0, on_device(pack.rows, device)].float()
             names = zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True)
-            found |= dict(zip(names, made, strict=True))
+            found |= dict(zip(names, computed, strict=True))
         return torch.stack([found[name] for name in sorted(found)])
 
     try:
         with torch.no_grad():
             together, alone = logits("shared-prompt", 99), logits("separate", 1)
-    except (TypeError, AttributeError, IndexError) as wrong:
-        raise _no_packs(model, str(wrong)) from wrong
-    if float((alone - together).abs().max()) > leak * float(alone.abs().max()):
-        raise _no_packs(model, "what stands beside a sample changes its logits")
+    except (TypeError, AttributeError, IndexError) as error:
+        raise _no_packs(model, str(error)) from error
+    if float((alone - together).abs().max()) > tolerance * float(alone.abs().max()):
+        raise _no_packs(model, "the logits of a sample depend on the other samples of its pack")
 
 
 def _no_packs(model: nn.Module, why: str) -> NotYetError:
@@ -307,10 +302,10 @@ def _no_packs(model: nn.Module, why: str) -> NotYetError:
     )
 
 
-def _ends_in_its_head(model: nn.Module) -> bool:
-    """Return whether logits are what the output layer makes of the last states: not scaled, not capped.
+def _head_is_last(model: nn.Module) -> bool:
+    """Return whether the logits are the output layer's result for the last states, neither scaled nor capped.
 
-    Asked with states of its own, since those of a model that is not read yet, or of its padding, may be 0.
+    Uses random states, because states can be 0 if the model's weights are not loaded yet or for padding.
     """
     pack = smallest_pack()
     head = model.get_output_embeddings()
@@ -321,10 +316,10 @@ def _ends_in_its_head(model: nn.Module) -> bool:
         output.last_hidden_state = states
         return output
 
-    replaced = model.base_model.register_forward_hook(replace)
+    hook = model.base_model.register_forward_hook(replace)
     try:
         with torch.no_grad():
             logits = model(**_inputs(pack, head.weight.device)).logits
             return bool(torch.allclose(head(states).float(), logits.float()))
     finally:
-        replaced.remove()
+        hook.remove()

@@ -1,16 +1,16 @@
-"""The gradient of a step in one flat buffer, AdamW on it, and the rounding of weights that are held in bfloat16.
+"""The gradient of a step in one flat buffer, AdamW, and stochastic rounding of weights in bfloat16.
 
-Every parameter's ``grad`` is a view of one float32 buffer: accumulation, the norm and the clipping are one operation
-each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every rank alike. Of a model that
-is cut over ranks, buffer and moments are of this rank's shards: AdamW treats each number by itself.
+The ``grad`` of every parameter is a view of one float32 buffer. So accumulation, norm and clipping are one operation
+each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every rank. If the model is sharded
+over ranks, buffer and moments belong to this rank's shards, because AdamW is an elementwise operation.
 
-Of weights in bfloat16 the gradient and the moments are float32 too, and there is no float32 copy. Most updates of AdamW
-are smaller than half of the distance between two neighbours in bfloat16, so rounding to the nearest would lose them.
-Stochastic rounding takes one of the two neighbours, each with a probability such that the expected value is the exact
-one (arXiv 2010.06192).
+For weights in bfloat16, gradient and moments are float32 too, and there is no float32 copy of the weights. Most updates
+of AdamW are smaller than half of the distance between neighbours in bfloat16, so rounding to nearest would lose them.
+Stochastic rounding selects one of the two neighbours, with probabilities such that the expected value is the exact
+value (arXiv 2010.06192).
 
-Invariants: ``move`` is a function of (weights, moments, gradient, step, seed), so no random state has
-to be saved; what is copied out of ``state`` and into it again continues bit for bit; weights are rounded here only.
+Invariants: ``move`` is a function of (weights, moments, gradient, step, seed), so no random state is saved. Training
+continues bit for bit if the tensors of ``state`` are saved and restored. Only this module rounds weights.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from asyncflow.training.settings import OptimizerSettings
 from asyncflow.training.torch.shards import TensorShard, tensor_shard
 
 _CHUNK = 1 << 24
-"""Numbers of a parameter that are held in float32 at once."""
+"""Number of elements of a parameter that are held in float32 at the same time."""
 _DROPPED_BITS = 16
-"""Bits of a float32 behind those of the bfloat16 with the same exponent."""
+"""Bits that float32 has more than bfloat16, which has the same exponent."""
 
 
 class StochasticAdamW(torch.optim.AdamW):  # type: ignore[misc]  # mypy does not read torch
     """``torch.optim.AdamW`` whose parameters may be bfloat16: they are updated in float32 and rounded stochastically.
 
-    Gradients and moments are float32. seed: numbers of which, with the step's number, the random bits are a function;
-    different on ranks that hold different shards of a model.
+    Gradients and moments are float32. seed: determines the random bits together with the step's number; ranks with
+    different shards of a model have different seeds.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, seed: tuple[int, ...], **settings: Any) -> None:
@@ -58,16 +58,16 @@ class StochasticAdamW(torch.optim.AdamW):  # type: ignore[misc]  # mypy does not
 
 
 def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
-    """Return float32 ``exact`` in bfloat16, each number as one of its two neighbours; infinities and NaN are kept.
+    """Return float32 ``exact`` in bfloat16, each element as one of its two neighbours; infinities and NaN are kept.
 
-    Random bits are added behind the bits that are kept, which are then cut off: a carry rounds away from 0, and is as
-    probable as the exact number is near to the neighbour there.
+    Random bits are added to the bits that bfloat16 lacks, which are then dropped. A carry rounds away from 0; its
+    probability is the distance of the exact value from the neighbour towards 0, relative to the neighbours' distance.
     """
     bits = torch.randint(
         1 << _DROPPED_BITS, exact.shape, generator=generator, dtype=torch.int32, device=exact.device
     ).add_(exact.view(torch.int32))
-    cut = bits.bitwise_and_(-1 << _DROPPED_BITS).view(torch.float32)
-    return torch.where(exact.isfinite(), cut, exact).bfloat16()
+    truncated = bits.bitwise_and_(-1 << _DROPPED_BITS).view(torch.float32)
+    return torch.where(exact.isfinite(), truncated, exact).bfloat16()
 
 
 def _generator(seed: tuple[int, ...], *, device: torch.device) -> torch.Generator:
@@ -78,7 +78,7 @@ def _generator(seed: tuple[int, ...], *, device: torch.device) -> torch.Generato
 def _update(
     parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], generator: torch.Generator
 ) -> None:
-    """Update ``parameter`` and its ``state``, a chunk at a time, since AdamW treats each number by itself."""
+    """Update ``parameter`` and its ``state`` in chunks, which is exact because AdamW is elementwise."""
     tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
     for weights, gradient, first, second in zip(*(t.view(-1).split(_CHUNK) for t in tensors), strict=True):
         exact = weights.float()
@@ -88,7 +88,7 @@ def _update(
             [first],
             [second],
             [],
-            [state["step"].clone()],  # it is counted up for each chunk
+            [state["step"].clone()],  # adamw increments it for each chunk
             fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
@@ -104,8 +104,8 @@ def _update(
 
 
 class Applied(NamedTuple):
-    """Effect of an optimizer step: norm of the gradient before clipping; learning rate, 0 for weights that rest; moved:
-    whether all gradients of the step were finite, so that weights which do not rest moved.
+    """Effect of an optimizer step. grad_norm: norm of the gradient before clipping; learning_rate: 0 for frozen
+    weights; moved: whether all gradients of the step were finite, so that all weights except frozen ones were updated.
     """
 
     grad_norm: float
@@ -114,13 +114,13 @@ class Applied(NamedTuple):
 
 
 def has_fused_kernel(device: torch.device) -> bool:
-    """Return whether torch has AdamW as one kernel for ``device``; for an NPU that is up to torch_npu's version."""
+    """Return whether torch has a fused AdamW kernel for ``device``; on an NPU this depends on torch_npu's version."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type, "PrivateUse1")
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key))  # noqa: SLF001
 
 
 class FlatAdamW:
-    """AdamW over all trainable parameters of ``model``. seed: of stochastic rounding; of each rank another."""
+    """AdamW over all trainable parameters of ``model``. seed: of stochastic rounding, different on each rank."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, *, seed: tuple[int, ...]) -> None:
         self._settings = settings
@@ -162,17 +162,17 @@ class FlatAdamW:
 
     @property
     def gradient(self) -> Tensor:
-        """The sum accumulated so far, float32[P], unnormalised."""
+        """The gradient accumulated so far, float32[P], unnormalised."""
         return self._gradient
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Reset the gradient to 0."""
         self._gradient.zero_()
 
     def normalise(self, divisor: float, *, norm: Callable[[Tensor], float]) -> float:
-        """Divide what was accumulated by ``divisor``, and return its norm over all ranks.
+        """Divide the accumulated gradient by ``divisor``, and return its norm over all ranks.
 
-        norm: takes the norm of a vector of which every rank gives its shard.
+        norm: returns the norm of a vector of which every rank passes its shard.
         """
         self._gradient.div_(divisor)
         return norm(self._gradient)
@@ -182,7 +182,7 @@ class FlatAdamW:
         return self._settings.rate(step)
 
     def move(self, step: int, *, norm: float) -> None:
-        """Make one step of the gradient, whose norm is ``norm``, clipped."""
+        """Make one optimizer step with the gradient, clipped by its norm ``norm``."""
         limit = self._settings.max_grad_norm
         if limit and norm > limit:
             self._gradient.mul_(limit / norm)
@@ -191,10 +191,10 @@ class FlatAdamW:
         self._adam.step()
 
     def state(self) -> Iterator[TensorShard]:
-        """Yield the moments and step counts, sharing their memory; copying into them restores a state."""
+        """Yield the moments and step counts, sharing their memory; copying into them restores a saved state."""
         for shard, parameter in self._held:
             for kind, tensor in self._adam.state[parameter].items():
-                yield shard.beside(kind, tensor)
+                yield shard.companion(kind, tensor)
 
 
 def apply_together(
@@ -202,50 +202,50 @@ def apply_together(
     gradients: Mapping[FlatAdamW, float],
     *,
     norm: Callable[[Tensor], float],
-    resting: Collection[FlatAdamW] = (),
-    others: float = 0.0,
+    frozen: Collection[FlatAdamW] = (),
+    other_norm: float = 0.0,
 ) -> list[Applied]:
-    """Make one step of each optimizer, of its accumulated gradient divided by the number given.
+    """Make one step of each optimizer, with its accumulated gradient divided by the given number.
 
-    norm: takes the norm of a vector of which every rank gives its shard; resting: those whose weights stay;
-    others: norm of the gradient of what moves with them elsewhere. Where a gradient is not finite none moves anything:
-    the step counts, its samples are spent, all weights stay.
+    norm: returns the norm of a vector of which every rank passes its shard; frozen: optimizers whose weights do not
+    change; other_norm: norm of the gradient of an optimizer in another process that steps together with these. If any
+    gradient is not finite, no weights change, but the step counts and its samples are used up.
     """
     norms = [optimizer.normalise(divisor, norm=norm) for optimizer, divisor in gradients.items()]
-    finite = all(size < float("inf") for size in (*norms, others))
+    finite = all(size < float("inf") for size in (*norms, other_norm))
     applied = []
     for optimizer, size in zip(gradients, norms, strict=True):
-        rests = optimizer in resting
-        if finite and not rests:
+        is_frozen = optimizer in frozen
+        if finite and not is_frozen:
             optimizer.move(step, norm=size)
         optimizer.clear()
-        applied.append(Applied(size, 0.0 if rests else optimizer.rate(step), finite))
+        applied.append(Applied(size, 0.0 if is_frozen else optimizer.rate(step), finite))
     return applied
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Make ``gradient`` the tensor that backward passes add to; it may have more precision than ``parameter``."""
+    """Make backward passes accumulate into ``gradient``, which may have a higher precision than ``parameter``."""
     parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
 
 
 def _add_to(gradient: Tensor, parameter: Tensor) -> None:
-    """Add what each backward pass makes for ``parameter`` to ``gradient``, in the dtype of that.
+    """Add the gradient of ``parameter`` from each backward pass to ``gradient``, in the dtype of ``gradient``.
 
-    The parameter itself keeps no gradient: torch.compile cuts a layer at each parameter whose gradient is of another
-    dtype.
+    The parameter itself keeps no gradient, because torch.compile splits a layer at each parameter whose gradient has
+    another dtype.
     """
 
-    def add(of: Tensor) -> None:
-        gradient.add_(of.grad)
-        of.grad = None
+    def add(source: Tensor) -> None:
+        gradient.add_(source.grad)
+        source.grad = None
 
     parameter.grad_dtype = gradient.dtype
     parameter.register_post_accumulate_grad_hook(add)
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of ``parameter`` whose numbers on this rank are ``gradient``, sharing its memory."""
+    """Return the gradient of ``parameter`` with the local elements ``gradient``, sharing their memory."""
     if not isinstance(parameter, DTensor):
         return gradient
     return DTensor.from_local(

@@ -1,8 +1,9 @@
-"""Packs of a rank's batches: at most as many tokens as memory has shown to hold, and equally many passes on every rank.
+"""Packs of a rank's batches: their size is limited by memory, and all ranks make equally many passes.
 
-Invariants: a pack names each target by its sample's index in the batch, and every target counts in the loss; all ranks
-of a gang make equally many passes over a batch, so that none waits in a collective which another never enters; a rank
-alone that runs out of memory halves its packs once, one of a gang ends, since the others would not go back with it.
+Invariants: a pack identifies each target by its sample's index in the batch, and every target counts in the loss. All
+ranks of a gang make equally many passes over a batch, so that no rank waits in a collective that another rank never
+enters. A single rank that runs out of memory halves its packs once. A rank of a gang that runs out of memory ends,
+because the other ranks would not repeat their passes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asyncflow.training.torch.model import smallest_pack
 
 
 class Packs:
-    """The packs of one rank. tokens: most of a pack."""
+    """The packs of one rank. tokens: most tokens of a pack."""
 
     def __init__(self, settings: BackendSettings, *, tokens: int, group: ProcessGroup) -> None:
         self._layout = settings.layout
@@ -35,7 +36,7 @@ class Packs:
         self._budget = PackBudget(tokens)
 
     def of(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
-        """Pack the samples ``chosen``, each of which has a token that counts; only such tokens are targets."""
+        """Pack the samples ``chosen``, each of which has a loss token; only loss tokens are targets."""
         groups = batch.pairs().tolist() if self._pairs else [key.serial for key in batch.keys]
         packs = pack_samples(
             [batch.prompts.row(i) for i in chosen.tolist()],
@@ -51,19 +52,19 @@ class Packs:
         counted = batch.counted()
         return [pack.targeting(counted[entries(batch, pack)]) for pack in packs]
 
-    def in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
-        """Yield the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+    def aligned(self, packs: list[Pack]) -> Iterator[Pack | None]:
+        """Yield the packs, and then None until all ranks have made equally many passes.
 
-        Collective before the first, so that no rank begins one that another, which leaves, will not make.
+        Collective before the first pack, so that no rank starts a pass that a leaving rank does not make.
         """
         most = self._group.gather(np.array([len(packs)]), what="the number of packs").max()
         yield from packs
         yield from (None for _ in range(int(most) - len(packs)))
 
     def evaluated(self, batch: MicroBatch, chosen: NDArray[np.int64], evaluate: Callable[[Pack], Tensor]) -> Jagged:
-        """Return what ``evaluate`` gives for each target of the samples ``chosen``, and 0 elsewhere; collective.
+        """Return the results of ``evaluate`` for the targets of the samples ``chosen``, and 0 elsewhere. Collective.
 
-        Where memory runs out, once more in packs of half the size.
+        If memory runs out, repeats the evaluation in packs of half the size.
         """
         try:
             return self._evaluated_once(batch, chosen, evaluate)
@@ -75,27 +76,27 @@ class Packs:
         self, batch: MicroBatch, chosen: NDArray[np.int64], evaluate: Callable[[Pack], Tensor]
     ) -> Jagged:
         values = np.zeros(len(batch.responses.values), np.float32)
-        for pack in self.in_step(self.of(batch, chosen)):
+        for pack in self.aligned(self.of(batch, chosen)):
             found = evaluate(pack or smallest_pack()).cpu().numpy()
             if pack is not None:
                 values[entries(batch, pack)] = found
         return Jagged(values, batch.responses.offsets)
 
     def halve(self, full: torch.OutOfMemoryError) -> None:
-        """Halve the packs because memory ran out. Raises ManifestError where they were halved before, or in a gang."""
+        """Halve the packs after memory ran out. Raises ManifestError if they were halved before, or in a gang."""
         self.refuse_in_gang(full)
         self._budget.halve(full)
 
     def refuse_in_gang(self, full: torch.OutOfMemoryError) -> None:
-        """Raise ManifestError where other ranks made the pass that ran out of memory, and would not make it again."""
+        """Raise ManifestError if other ranks took part in the pass that ran out of memory; they would not repeat it."""
         if self._group.world > 1:
             raise ManifestError(
                 f"out of memory with packs of {self._budget.tokens} tokens: {full}",
                 where=FIELD,
-                hint="Give half of that: ranks of a gang make equally many passes, so that one cannot go back alone",
+                hint="Set half of that: ranks of a gang make equally many passes, so one rank alone cannot repeat them",
             ) from full
 
 
 def entries(batch: MicroBatch, pack: Pack) -> NDArray[np.int64]:
-    """Return where the targets of ``pack`` are among the response tokens of its batch, [N]."""
+    """Return the indices of the targets of ``pack`` among the response tokens of its batch, [N]."""
     return batch.responses.offsets[pack.samples] + pack.offsets

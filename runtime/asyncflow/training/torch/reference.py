@@ -1,10 +1,10 @@
-"""The log-probs of finished responses under one model that never changes: the reference θ_0 as a role of its own.
+"""The reference θ_0 as a role of its own: log-probs of finished responses under one model that never changes.
 
-Samples are packed as the trainer packs them, and computed at the temperature of sampling, in the trainer's precision. A
-batch whose pack does not fit the device is computed again in packs of half the size, from then on.
+Samples are packed as in the trainer, and computed at the sampling temperature and in the trainer's precision. If a pack
+does not fit the device, its batch and all later batches are computed in packs of half the size.
 
-Invariant: the log-prob of a token is that which the trainer's own reference would have computed, up to the rounding
-that another pack makes.
+Invariant: the log-prob of a token equals the result of a reference inside the trainer, up to the rounding differences
+between packs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from asyncflow.training.torch.model import LogprobModel, choose_kernels, open_mo
 class ReferenceModel:
     """The model of ``folder``, held in the dtype of the trainer's weights.
 
-    settings: the trainer's, with this process's device and threads. Raises ManifestError where the model cannot be
-    opened or used in packs.
+    settings: the trainer's, with this process's device and threads. Raises ManifestError if the model cannot be opened
+    or does not support packs.
     """
 
     def __init__(self, folder: Path, settings: BackendSettings) -> None:
@@ -56,9 +56,9 @@ class ReferenceModel:
         self._device = device
 
     def compute(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[dict[str, NDArray[Any]]]:
-        """Return ``ref_logprobs`` of each row, [response tokens], in the dtype of the computation. Blocks."""
+        """Return ``ref_logprobs`` of each row, [response tokens], in the dtype of the result. Blocks."""
         if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index)  # of this thread
+            torch.accelerator.set_device_index(self._device.index)  # the device is a setting of each thread
         try:
             return self._computed(rows, columns)
         except torch.OutOfMemoryError as full:
@@ -79,8 +79,8 @@ class ReferenceModel:
         for pack in packs:
             logprobs = self._model.evaluate(pack).cpu().numpy()
             for sample in np.unique(pack.samples).tolist():
-                mine = pack.samples == sample
+                of_sample = pack.samples == sample
                 values = np.empty(len(found[sample]), logprobs.dtype)
-                values[pack.offsets[mine]] = logprobs[mine]
+                values[pack.offsets[of_sample]] = logprobs[of_sample]
                 found[sample] = values
         return [{REF_LOGPROBS: values} for values in found]

@@ -1,11 +1,11 @@
-"""A model cut over the ranks of a gang by FSDP2: parameters, gradients and what the optimizer keeps.
+"""A model sharded over the ranks of a gang by FSDP2: parameters, gradients and optimizer state.
 
-Each block of the model is a unit: its parameters are gathered before it computes and dropped after, forward and
-backward, and its gradients are summed over ranks as soon as its backward is done. What belongs to no block (embeddings,
-the last norm, the output layer) is the root's unit.
+Each block of the model is a unit. Its parameters are gathered before it computes and freed afterwards, in forward and
+backward, and its gradients are summed over ranks as soon as its backward pass is done. Modules outside of all blocks
+(embeddings, the last norm, the output layer) form the unit of the root.
 
-Invariant: no rank ever holds more of the model than its shards and the units in use. The gradient that a backward pass
-leaves on a rank is the sum over ranks, not their mean. Every rank makes the same passes in the same order.
+Invariants: a rank never holds more of the model than its shards and the units in use. The gradient that a backward pass
+leaves on a rank is the sum over ranks, not their mean. All ranks make the same passes in the same order.
 """
 
 from __future__ import annotations
@@ -42,42 +42,42 @@ def open_sharded(
     longest: int | None = None,
     wrap: Callable[[nn.Module], Computes],
 ) -> Computes:
-    """Open the model folder cut over ``mesh``, with parameters of arbitrary content; wrap: makes the model compute.
+    """Open the model folder sharded over ``mesh``, with uninitialised parameters; wrap: creates the computing model.
 
-    dtype: of the parameters; frozen: it is not trained; lora: adapters that alone are trained. Raises ManifestError
-    where the folder holds no model that transformers can open.
+    dtype: of the parameters; frozen: whether it is not trained; lora: adapters, which then are the only trained
+    parameters. Raises ManifestError if transformers cannot open a model from the folder.
     """
     with _parameters_on_meta():
         model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest).requires_grad_(not frozen)
         if lora is not None:
             add_adapters(model, lora)
         sharded = wrap(model)
-    # Below the root, computing in a narrower dtype begins with the gathering; inputs stay what they are on one rank.
+    # Below the root, parameters are cast to a narrower dtype when they are gathered; inputs are as on one rank.
     narrow = sharded.compute if sharded.compute != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in _blocks(sharded.model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # The output layer is used after the root's forward, where its shards are computed again: it stays gathered.
-    of_root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(sharded, mesh=mesh, mp_policy=of_root, reshard_after_forward=frozen)
+    # The output layer is used after the root's forward pass, if its chunks are recomputed, so it stays gathered.
+    root_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(sharded, mesh=mesh, mp_policy=root_policy, reshard_after_forward=frozen)
     for unit in sharded.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-    # Tokens of one rank may reach experts that those of another do not: ranks must sum the same gradients.
+    # Tokens of different ranks may reach different experts, but all ranks must sum the same gradients.
     sharded.set_reduce_scatter_unused_params(True)
     _allocate(sharded, device)
     return sharded
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a model consists of: its largest list of modules."""
+    """Return the layers of a model: its largest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=[]))
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters on ``device``; buffers, which were computed when the model was made, keep content."""
+    """Allocate the parameters on ``device``; buffers, which are computed at construction, keep their content."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
@@ -86,7 +86,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Keep only the shapes of parameters that are made in this block; buffers are computed as ever."""
+    """Create parameters in this block without storage; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -102,33 +102,37 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def older(
-    policy: LogprobModel, shards: Sequence[TensorShard], weights: Mapping[str, NDArray[Any]], *, own: Mapping[str, str]
+def with_weights(
+    policy: LogprobModel,
+    shards: Sequence[TensorShard],
+    weights: Mapping[str, NDArray[Any]],
+    *,
+    names: Mapping[str, str],
 ) -> Iterator[Callable[..., Any]]:
-    """Return the forward pass of ``policy`` with other ``weights``, by name what this rank holds of each.
+    """Yield the forward pass of ``policy`` with other ``weights``, this rank's part of each by published name.
 
-    own: the model's names of them, by these names.
+    names: the name in the model for each published name.
 
-    They are used where they lie; in a model that is cut over ranks they take the place of its own, which are afterwards
-    what they were, bit for bit.
+    If possible, the arrays are used in place. In a sharded model they replace the model's own weights, which are
+    restored bit for bit at the end.
     """
     if not isinstance(policy, FSDPModule):
-        named = {
-            f"model.{own[shard.name]}": weights_on_device(
+        replacements = {
+            f"model.{names[shard.name]}": weights_on_device(
                 weights[shard.name], shard.tensor.device, dtype=shard.tensor.dtype
             )
             for shard in shards
         }
-        yield lambda *args, **how: functional_call(policy, named, args=args, kwargs=how)
+        yield lambda *args, **kwargs: functional_call(policy, replacements, args=args, kwargs=kwargs)
         return
-    kept = [shard.tensor.clone() for shard in shards]
+    saved = [shard.tensor.clone() for shard in shards]
     try:
         for shard in shards:
             if shard.tensor.numel():
-                given = weights_on_device(weights[shard.name], shard.tensor.device, dtype=shard.tensor.dtype)
-                shard.tensor.copy_(given)
+                replacement = weights_on_device(weights[shard.name], shard.tensor.device, dtype=shard.tensor.dtype)
+                shard.tensor.copy_(replacement)
         yield policy
     finally:
         policy.reshard()
-        for shard, own in zip(shards, kept, strict=True):
+        for shard, own in zip(shards, saved, strict=True):
             shard.tensor.copy_(own)

@@ -1,9 +1,9 @@
-"""Shards of tensors: the plain tensor that a rank holds, and where it lies in the whole one.
+"""Shards of tensors: the plain tensor that a rank holds, and its location in the full tensor.
 
-The optimizer, checkpoints and publications work on shards, so they do not know whether a model is cut over ranks.
+Optimizer, checkpoints and publications work on shards, so they do not depend on whether a model is sharded over ranks.
 
-Invariant: ranks cut tensors by ``share_of``, as FSDP2 does, so the shards of all ranks tile every tensor that is cut;
-any other is the same on all ranks.
+Invariant: ranks divide tensors by ``share_of``, as FSDP2 does, so the shards of all ranks tile every sharded tensor;
+any other tensor is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from asyncflow.training.torch.model import named_weights, open_model
 from asyncflow.weights.slices import Box
 
 _FILE_BYTES = 1 << 30
-"""Bytes of gathered tensors that rank 0 holds at once where it writes for all ranks."""
+"""Bytes of gathered tensors that rank 0 holds at the same time if it writes for all ranks."""
 
 Read: TypeAlias = Callable[[str, Box, Tensor], None]
 """Copies a box of a tensor, by name, into a tensor of the box's extent."""
 
 
 class TensorShard(NamedTuple):
-    """Box ``box`` of the tensor ``name``, whose whole shape is ``shape``; cut: other ranks hold the rest."""
+    """Box ``box`` of the tensor ``name``, whose full shape is ``shape``; sharded: other ranks hold the rest."""
 
     name: str
     tensor: Tensor
     box: Box
     shape: tuple[int, ...]
-    cut: bool = False
+    sharded: bool = False
 
-    def beside(self, kind: str, tensor: Tensor) -> TensorShard:
-        """Return the shard of the tensor ``kind``/name that lies like this one, or is one number for all of it."""
+    def companion(self, kind: str, tensor: Tensor) -> TensorShard:
+        """Return the shard ``kind``/name with the same location as this one, or unsharded if it is a scalar."""
         name = f"{kind}/{self.name}"
         return self._replace(name=name, tensor=tensor) if tensor.ndim else TensorShard(name, tensor, Box.whole(()), ())
 
 
 def tensor_shard(name: str, tensor: Tensor) -> TensorShard:
-    """Return what this rank holds of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorShard(name, tensor.detach(), Box.whole(shape), shape)
     mesh = tensor.device_mesh
     box = share_of(shape, rank=mesh.get_local_rank(), world=mesh.size())
-    return TensorShard(name, tensor.detach().to_local(), box, shape, cut=True)
+    return TensorShard(name, tensor.detach().to_local(), box, shape, sharded=True)
 
 
-def misfit(shards: Iterable[TensorShard], files: SliceFiles) -> str | None:
-    """Return the first tensor of ``shards`` that ``files`` have in another shape or not at all, None where all fit."""
+def first_mismatch(shards: Iterable[TensorShard], files: SliceFiles) -> str | None:
+    """Return the first tensor of ``shards`` that is missing in ``files`` or has another shape, None if all fit."""
     return next((shard.name for shard in shards if files.shapes.get(shard.name) != shard.shape), None)
 
 
-def narrowed(shards: Iterable[TensorShard], files: SliceFiles) -> bool:
-    """Return whether ``files`` have float32 where ``shards`` are bfloat16, so that reading would round."""
+def would_round(shards: Iterable[TensorShard], files: SliceFiles) -> bool:
+    """Return whether ``files`` have float32 for bfloat16 ``shards``, so that reading would round."""
     return any(shard.tensor.dtype == torch.bfloat16 and files.dtypes[shard.name] == "F32" for shard in shards)
 
 
 def fill(shards: Iterable[TensorShard], read: Read | None, *, group: ProcessGroup, ranks: TensorGroup) -> None:
-    """Fill ``shards``: each rank reads its own, or, unless all can, rank 0 reads whole tensors and sends them.
+    """Fill ``shards``: each rank reads its own, or, unless all can read, rank 0 reads full tensors and broadcasts them.
 
-    read: None where this rank, not rank 0, cannot. Raises CheckpointError on all ranks where one cannot read its own.
+    read: None if this rank, other than rank 0, cannot read. Raises CheckpointError on all ranks if one fails to read.
     """
-    if group.gather(np.array([read is not None]), what="who reads the tensors").all():
+    if group.gather(np.array([read is not None]), what="access to the tensors").all():
         assert read is not None
         with jointly(group, what="reading tensors"):
             for shard in shards:
@@ -83,30 +83,30 @@ def fill(shards: Iterable[TensorShard], read: Read | None, *, group: ProcessGrou
         whole = torch.empty(shard.shape, dtype=shard.tensor.dtype)
         if group.rank == 0 and read is not None:
             read(shard.name, Box.whole(shard.shape), whole)
-        ranks.from_first(whole)
+        ranks.broadcast(whole)
         shard.tensor.copy_(whole[within(shard.box, Box.whole(shard.shape))])
 
 
 def read_first(
     folder: Path, shards: Sequence[TensorShard], *, longest: int | None = None, group: ProcessGroup, ranks: TensorGroup
 ) -> None:
-    """Fill ``shards`` with the weights of a model folder; collective. longest: as for ``open_model``.
+    """Fill ``shards`` with the weights of a model folder. Collective. longest: as for ``open_model``.
 
-    From its safetensors files, where they hold the tensors as the model has them and are the same on all ranks; else
-    rank 0 has transformers open the model, and sends them. Raises ManifestError where that fails.
+    Reads the safetensors files if they have the model's tensors and are the same on all ranks. Otherwise rank 0 opens
+    the model with transformers and broadcasts the weights. Raises ManifestError if that fails.
     """
     read: Read | None = None
     mark = 0
     with jointly(group, what="opening the model"):
         try:
             files = SliceFiles(sorted(folder.glob("*.safetensors")), framework="pt")
-        except CheckpointError as wrong:
-            raise ManifestError(wrong.what, where=wrong.where, hint=wrong.hint) from wrong
-        if misfit(shards, files) is None:
+        except CheckpointError as error:
+            raise ManifestError(error.what, where=error.where, hint=error.hint) from error
+        if first_mismatch(shards, files) is None:
             read, mark = files.read, files.mark()
         elif group.rank == 0:
             read = _of_model(open_model(folder, weights=True, device=torch.device("cpu"), longest=longest))
-    if (group.gather(np.array([mark]), what="which weights the ranks see") != mark).any() and group.rank > 0:
+    if (group.gather(np.array([mark]), what="the ranks' weights") != mark).any() and group.rank > 0:
         read = None
     fill(shards, read, group=group, ranks=ranks)
 
@@ -121,7 +121,7 @@ def _of_model(model: nn.Module) -> Read:
 
 
 def saved_files(checkpoint: Path, name: str) -> SliceFiles:
-    """Open what any number of ranks saved under ``name``, each its own or one for all, in one file or several."""
+    """Open the files that any number of ranks saved under ``name``, one or several files per rank or for all ranks."""
     return SliceFiles(sorted(checkpoint.rglob(f"{Path(name).stem}*{Path(name).suffix}")), framework="pt")
 
 
@@ -134,46 +134,47 @@ def read_saved(
     group: ProcessGroup,
     ranks: TensorGroup,
 ) -> bool:
-    """Fill ``shards`` from what any number of ranks saved under ``name``; collective.
+    """Fill ``shards`` from the files that any number of ranks saved under ``name``. Collective.
 
-    checkpoint: its folder, None on a rank other than 0 that does not see it. optional: is filled, and True returned,
-    where it was saved in this shape. Raises CheckpointError where tensors are missing, do not fit, or would be rounded.
+    checkpoint: its folder, None on a rank other than 0 that cannot access it. optional: a shard to fill, if it was
+    saved with this shape; the function returns whether it was. Raises CheckpointError if tensors are missing, do not
+    fit, or would be rounded.
     """
     files: SliceFiles | None = None
-    there = False
+    has_optional = False
     with jointly(group, what=f"opening {name}"):
         if checkpoint is not None:
             files = saved_files(checkpoint, name)
-            there = optional is not None and files.shapes.get(optional.name) == optional.shape
-            if odd := misfit(shards, files):
+            has_optional = optional is not None and files.shapes.get(optional.name) == optional.shape
+            if mismatch := first_mismatch(shards, files):
                 raise CheckpointError(
-                    f"tensors of the checkpoint do not fit the model, first at {odd}",
+                    f"tensors of the checkpoint do not fit the model, for example {mismatch}",
                     where=str(checkpoint),
-                    hint="Resume with the model that the run began with.",
+                    hint="Resume with the same model as at the start of the run.",
                 )
-            if narrowed(shards, files):
+            if would_round(shards, files):
                 raise CheckpointError(
                     "the checkpoint's weights are float32, and reading them in bfloat16 would round them",
                     where=str(checkpoint),
-                    hint="Resume with the precision that the run began with, or begin a new run with the weights that "
-                    "`asyncflow model export` writes.",
+                    hint="Resume with the same precision as at the start of the run, or start a new run with the "
+                    "weights that `asyncflow model export` writes.",
                 )
-    there = bool(group.gather(np.array([there]), what=f"what is in {name}")[0, 0])
-    more = [optional] if optional is not None and there else []
+    has_optional = bool(group.gather(np.array([has_optional]), what=f"the content of {name}")[0, 0])
+    more = [optional] if optional is not None and has_optional else []
     fill([*shards, *more], files.read if files is not None else None, group=group, ranks=ranks)
-    return there
+    return has_optional
 
 
 def copied(shards: Iterable[TensorShard], *, group: ProcessGroup) -> list[TensorShard]:
-    """Return copies, in host memory, of the shards that this rank writes: rank 0 alone writes what is not cut."""
-    written = [shard for shard in shards if shard.tensor.numel() and (group.rank == 0 or shard.cut)]
+    """Return copies in host memory of the shards that this rank writes; only rank 0 writes tensors not sharded."""
+    written = [shard for shard in shards if shard.tensor.numel() and (group.rank == 0 or shard.sharded)]
     return [shard._replace(tensor=shard.tensor.to("cpu", copy=True).contiguous()) for shard in written]
 
 
 def write_shards(file: Path, shards: Sequence[TensorShard]) -> None:
-    """Write ``shards``, of host memory, into a safetensors file."""
+    """Write ``shards`` in host memory into a safetensors file."""
     metadata = {"format": "pt"}
-    if any(shard.cut for shard in shards):
+    if any(shard.sharded for shard in shards):
         metadata |= slice_metadata({shard.name: shard.box.offset for shard in shards})
     save_file({shard.name: shard.tensor for shard in shards}, file, metadata=metadata)
 
@@ -181,27 +182,27 @@ def write_shards(file: Path, shards: Sequence[TensorShard]) -> None:
 def write_gathered(
     folder: Path, files: Mapping[str, Iterable[TensorShard]], *, group: ProcessGroup, ranks: TensorGroup
 ) -> None:
-    """Write the whole tensors of all ranks' shards, by file: rank 0 writes, several files where one would be large.
+    """Write the full tensors of all ranks' shards, by file: rank 0 writes, in several files if one would be large.
 
-    Where it cannot write, it gathers on, as the other ranks do, and raises SafetensorError or OSError at the end.
+    If it cannot write, it still takes part in the gathering, and raises SafetensorError or OSError at the end.
     """
-    wrong: Exception | None = None
+    failure: Exception | None = None
     for name, shards in files.items():
         for number, held in enumerate(_gathered(shards, group=group, ranks=ranks)):
             part = (folder / name).with_stem(f"{Path(name).stem}-{number:05d}")
             try:
                 save_file(held, part, metadata={"format": "pt"})
             except (OSError, SafetensorError) as error:
-                wrong = error
-    if wrong is not None:
-        raise wrong
+                failure = error
+    if failure is not None:
+        raise failure
 
 
 def _gathered(shards: Iterable[TensorShard], *, group: ProcessGroup, ranks: TensorGroup) -> Iterator[dict[str, Tensor]]:
-    """Yield whole tensors by name, as many at once as rank 0 may hold; nothing on other ranks. Collective."""
+    """Yield full tensors by name, as many at a time as rank 0 may hold, nothing on other ranks. Collective."""
     held: dict[str, Tensor] = {}
     for shard in shards:
-        whole = (ranks.whole(shard.tensor, shard.shape) if shard.cut else shard.tensor).cpu()
+        whole = (ranks.full_tensor(shard.tensor, shard.shape) if shard.sharded else shard.tensor).cpu()
         if group.rank == 0:
             held[shard.name] = whole.contiguous()
         if sum(tensor.nbytes for tensor in held.values()) >= _FILE_BYTES:
