@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class PpoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """gamma: discount from one loss token to the next; lam: λ of the advantage estimation, 1 for the return minus the
+    """The options of the algorithm ``ppo``.
+
+    gamma: discount from one loss token to the next; lam: λ of the advantage estimation, 1 for the return minus the
     value; value_clip: ε, the distance from the value before the step beyond which the loss has no gradient, null for no
     bound; whiten: subtract the step's mean from its advantages, and divide them by their deviation.
     """

@@ -74,8 +74,8 @@ class TrainerBackend(ABC):
         """Load θ_0 from the model folder, or the state that a ``snapshot`` wrote into ``checkpoint``.
 
         All ranks need ``folder``/config.json. Rank 0 can read all files. Another rank may read the weights and the
-        checkpoint if it can access them (``checkpoint`` is None if it cannot). Raises CheckpointError if the files do
-        not fit the settings.
+        checkpoint if it can access them (``checkpoint`` is None if it cannot, or if there is none). Raises
+        CheckpointError if the files do not fit the settings.
         """
 
     def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:

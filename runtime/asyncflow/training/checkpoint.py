@@ -1,10 +1,10 @@
 """Checkpoints: folders that are complete or ignored, and the checkpoint with the best evaluation, which is kept.
 
-    checkpoints/attempt                  the newest attempt that may write here
-    checkpoints/step-000010/...          files of the backend, and earlier versions that are still needed
+    checkpoints/attempt                     the newest attempt that may write here
+    checkpoints/step-000010/...             files of the backend, and earlier versions that are still needed
     checkpoints/step-000010/rank-0001/...   files of the other ranks of a gang
     checkpoints/step-000010/manifest.json   written last, by rank 0
-    checkpoints/best.json                step, figure and value; step 0 is the model at the start of the run
+    checkpoints/best.json                   step, figure and value; step 0 is the model at the start of the run
 
 Files are written into a temporary folder and synced, the folder is renamed, and then ``manifest.json`` is renamed into
 it. If the ranks of a gang share the folder, each writes, syncs and digests its own files; otherwise rank 0 writes all

@@ -1,9 +1,9 @@
-"""The counting trainer, for tests: its weights count how often each sample was trained.
+"""The counting trainer: its weights count how often each sample was trained, to verify exactly-once training.
 
 The tensor ``counts``, int64[N], is indexed by serial * group_size + sample; every step adds one for each sample of D_k.
-It passes through the real packing of slots, checkpoints, publications and restores. So it verifies exactly-once
-training independently of the ledger. Every element of a second tensor, ``moving``, changes at every step, as the
-weights of a model do, so that whole versions are transferred.
+It passes through the real packing of slots, checkpoints, publications and restores, so the verification does not depend
+on the ledger. Every element of a second tensor, ``moving``, changes at every step, as the weights of a model do, so
+that whole versions are transferred.
 
 A separate critic (``apart``) counts the samples that it learns from in the same way, in its own file.
 
@@ -42,7 +42,9 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """capacity: N; moving: elements of the second tensor, int64; sleep_s, sample_s, token_s, step_s: simulated seconds
+    """The options of the backend ``counting``.
+
+    capacity: N; moving: elements of the second tensor, int64; sleep_s, sample_s, token_s, step_s: simulated seconds
     per micro-batch, per sample, per token (including prompts), and per optimizer step.
     """
 

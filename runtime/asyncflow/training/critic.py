@@ -63,7 +63,7 @@ _SPANS: Final[Mapping[str, Kind]] = {
 
 
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Load the checkpoint of that name, or the model if it is "", for an attempt of the trainer.
+    """A request to load the checkpoint of that name, or the model if it is "", for an attempt of the trainer.
 
     world: the number of replicas; host, port: their meeting point, if there are several.
     """
@@ -197,7 +197,7 @@ class CriticLink:
         name, world = "" if checkpoint is None else checkpoint.name, len(self._clients)
 
         async def load() -> None:
-            """Call all replicas once; if one is lost meanwhile, the whole is repeated."""
+            """Call all replicas once; if one is lost meanwhile, all calls are repeated."""
             meeting = CriticReply()
             if world > 1:
                 meeting, *_ = await self._all(self._once, "critic.meet", CriticOrder(attempt=self._attempt))

@@ -199,7 +199,7 @@ class Publication:
         return set(window[: _AFFORDABLE_BYTES // max(1, held[newest].arena.nbytes)])
 
     def _needed(self, step: int) -> set[int]:
-        """Return the versions up to θ_step that later steps need: to generate their samples, or as the old policy."""
+        """Return the versions that steps after ``step`` need: to generate their samples, or as the old policy."""
         later = set(range(step + 1, step + 1 + self._schedule.lag + self._schedule.sync_every))
         return self._schedule.required(later) | ({step - 1} if self._lagged else set())
 

@@ -1,6 +1,6 @@
 """Checkpoints of one rank, written in the background during training.
 
-    between two steps     copy θ_k and the optimizer state (compute thread)
+    between two steps       copy θ_k and the optimizer state (compute thread)
     during the next steps   ledger on disk -> files of all ranks -> manifest (the commit point) -> queue.commit(k)
 
 Invariants: at most one checkpoint is written at a time, and the next starts after its end, so a slow disk delays
@@ -178,8 +178,8 @@ class Saver:
     async def _sync(self) -> DiskError | None:
         """Sync the ledger to disk; return the error if that fails.
 
-        A trainer that leaves waits for that only briefly, and otherwise writes no checkpoint. The run
-        would fail with a checkpoint newer than the ledger on disk; a missing one only costs the steps since the last.
+        A trainer that leaves waits for that only briefly, and otherwise writes no checkpoint. The run would fail with a
+        checkpoint newer than the ledger on disk; a missing checkpoint only costs the steps since the last one.
         """
         if self._checkpoints.group.rank > 0:
             return None

@@ -30,7 +30,7 @@ _SAMPLE = 1 << 16
 
 
 class SliceFiles:
-    """Open ``files``; framework: type of the arrays that are read, torch's ("pt") or numpy's.
+    """The tensors in ``files``; framework: type of the arrays that are read, torch's ("pt") or numpy's.
 
     shapes: shapes of the full tensors, by name; dtypes: dtypes in safetensors' notation, such as F32 and BF16. Raises
     CheckpointError if a file cannot be read.

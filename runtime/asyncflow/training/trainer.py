@@ -187,7 +187,8 @@ class Trainer:
 
         Raises RowsLost if samples of a slot were lost with a storage unit (they are regenerated only for a step that
         starts again), Diverged if the gradients are no longer finite, and ManifestError if a micro-batch does not fit
-        the device. In these cases the completed steps are saved in a checkpoint, so no other step is repeated.
+        the device. In these cases the completed steps are saved in a checkpoint, so no other step is repeated. They are
+        not if the current step has already made an update, because its weights belong to no step.
         """
         spans = self.meter.spans
         try:
@@ -465,7 +466,7 @@ class Trainer:
         await self._saver.save_and_leave(self.step, samples=self._samples)
 
     async def _checkpoint_if(self, wanted: bool) -> None:
-        """Start a checkpoint if rank 0 wants one, or if one that the disk failed is due again. Collective."""
+        """Start a checkpoint if rank 0 wants one, or is to retry one that failed because of the disk. Collective."""
         due = self._saver.retry_in_s == 0
         own = np.array([wanted or due])
         if (await self._compute(self._group.gather, own, what=f"whether to save θ_{self.step}"))[0, 0]:

@@ -188,7 +188,7 @@ class LogprobModel(PackModel):
     def evaluate(self, pack: Pack, *, temperature: float | None = None) -> Tensor:
         """Return the log-prob of each target of ``pack``, without a gradient: float32[N].
 
-        Collective if the model is sharded. Raises NotYetError if packs do not support the model's attention.
+        Collective if the model is sharded. Raises ManifestError if packs do not support the model's attention.
         """
         with torch.no_grad():
             logprobs, _ = self(pack, entropy=False, temperature=temperature)
