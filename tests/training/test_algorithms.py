@@ -32,7 +32,11 @@ def test_returns_are_discounted_penalised_and_normalised_over_the_step(tiny_fold
     assert batch.loss_mask is not None
     returns = []
     for i in range(len(batch)):
-        mask, after, row = batch.loss_mask.row(i), float(batch.earned()[i]), np.zeros(len(batch.responses.row(i)))
+        mask, after, row = (
+            batch.loss_mask.row(i),
+            float(batch.required_outcomes()[i]),
+            np.zeros(len(batch.responses.row(i))),
+        )
         for t in reversed(np.flatnonzero(mask)):
             row[t] = after = after - COEFFICIENT * (float(batch.logprobs.row(i)[t]) - reference[i, t])
             after *= DISCOUNT

@@ -70,13 +70,13 @@ def test_batches_of_both_forms_are_joined() -> None:
 
 def test_what_is_learned_from_an_outcome_is_not_known_before_a_critic_has_seen_it() -> None:
     found = MicroBatch.joined([batch(outcome=[[1], [0], [1], [0]]), MicroBatch.empty()])
-    assert found.earned().tolist() == [1, 0, 1, 0]
+    assert found.required_outcomes().tolist() == [1, 0, 1, 0]
     assert np.isinf(found.largest_advantages()).all()
     with pytest.raises(ProtocolError, match="have no advantages"):
         found.credit()
     assert found.with_advantages(np.arange(6, dtype=np.float32)).credit().tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(ProtocolError, match="have no outcomes"):
-        batch(advantage=[[1]] * 4).earned()
+        batch(advantage=[[1]] * 4).required_outcomes()
 
 
 def test_samples_of_a_group_with_the_same_strength_are_a_pair() -> None:
@@ -89,7 +89,7 @@ def test_samples_of_a_group_with_the_same_strength_are_a_pair() -> None:
 
 def test_the_maker_of_a_sample_is_the_version_of_all_its_tokens() -> None:
     made = columns() | {"versions": Jagged.from_rows([[7, 7, 8], [7], [], [0, 0]], "int64")}
-    assert MicroBatch.of([SampleKey(serial, 0) for serial in range(4)], made).makers().tolist() == [-1, 7, -1, 0]
+    assert MicroBatch.of([SampleKey(serial, 0) for serial in range(4)], made).sole_versions().tolist() == [-1, 7, -1, 0]
 
 
 @pytest.mark.parametrize(

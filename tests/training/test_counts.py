@@ -168,9 +168,9 @@ def test_a_micro_batch_is_made_of_columns() -> None:
     made = MicroBatch.of(keys, columns(loss_mask=Jagged.from_rows([[True, False], [False]], "bool")))
     assert made.advantages.tolist() == [0.5, -0.5]
     assert made.loss_lengths().tolist() == [1, 0]
-    assert made.makers().tolist() == [7, 8]
+    assert made.sole_versions().tolist() == [7, 8]
     mixed = MicroBatch.of(keys, columns(versions=Jagged.from_rows([[7, 8], [8]], "int64")))
-    assert mixed.makers().tolist() == [-1, 8]
+    assert mixed.sole_versions().tolist() == [-1, 8]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "versions", "advantage"])

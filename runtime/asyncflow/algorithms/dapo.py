@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.base import OPTIONS, Algorithm, Group, wrong
+from asyncflow.algorithms.base import OPTIONS, Algorithm, Group, field_problem
 from asyncflow.algorithms.overlong import overlong_penalty
 from asyncflow.api.check import Problem
 from asyncflow.api.job import RLJobSpec
@@ -55,12 +55,16 @@ class Dapo(Algorithm[DapoOptions]):
         yield from super().problems(spec)
         algorithm = spec.algorithm
         if algorithm.clip.high <= algorithm.clip.low:
-            yield wrong(spec, "algorithm.clip.high", "dapo clips higher above than below", "Give e.g. 0.28, low: 0.2")
+            yield field_problem(
+                spec, "algorithm.clip.high", "dapo clips higher above than below", "Give e.g. 0.28, low: 0.2"
+            )
         if algorithm.aggregation != "token-mean":
-            yield wrong(spec, "algorithm.aggregation", "dapo averages over tokens", "Give token-mean")
+            yield field_problem(spec, "algorithm.aggregation", "dapo averages over tokens", "Give token-mean")
         if self.options.dynamic_sampling and algorithm.filter_zero_variance != "drop":
             why = "dapo samples dynamically: groups whose rewards are all equal are replaced"
-            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop, or options.dynamic_sampling: false")
+            yield field_problem(
+                spec, "algorithm.filter_zero_variance", why, "Give drop, or options.dynamic_sampling: false"
+            )
         if (buffer := self.options.overlong_buffer) > self.longest:
             what = f"overlong_buffer is {buffer}, and a response has at most {self.longest} tokens"
             raise ManifestError(what, where=OPTIONS, hint="Give at most sampling.maxTokens")

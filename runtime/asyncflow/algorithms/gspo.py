@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncflow.algorithms.base import Algorithm, Tokens, wrong
+from asyncflow.algorithms.base import Algorithm, Tokens, field_problem
 from asyncflow.algorithms.losses import MAX_LOG_RATIO, Clip, PolicyTerms, clipped_loss
 from asyncflow.api.check import Problem
 from asyncflow.api.job import RLJobSpec
@@ -30,7 +30,7 @@ class Gspo(Algorithm[NoOptions]):
         yield from super().problems(spec)
         if spec.algorithm.aggregation != "seq-mean-token-mean":
             why = "gspo averages over responses: each has the same weight, whatever its length"
-            yield wrong(spec, "algorithm.aggregation", why, "Give seq-mean-token-mean")
+            yield field_problem(spec, "algorithm.aggregation", why, "Give seq-mean-token-mean")
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
         """Return the policy loss of each token."""

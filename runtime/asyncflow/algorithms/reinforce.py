@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.base import Algorithm, Everywhere, StepSamples, wrong
+from asyncflow.algorithms.base import Algorithm, Everywhere, StepSamples, field_problem
 from asyncflow.algorithms.whitening import whitened
 from asyncflow.api.check import Problem
 from asyncflow.api.job import RLJobSpec
@@ -50,7 +50,7 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
         """Refuse a group baseline for groups of one sample."""
         yield from super().problems(spec)
         if self.options.baseline == "group" and spec.algorithm.group_size < 2:
-            yield wrong(
+            yield field_problem(
                 spec, "algorithm.group_size", "the baseline of a single sample is its own reward", "Give at least 2"
             )
 

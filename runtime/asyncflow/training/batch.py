@@ -162,7 +162,7 @@ class MicroBatch:
         """Return the samples with ``advantages`` [N] as the advantages of the response tokens."""
         return replace(self, token_advantages=Jagged(advantages, self.responses.offsets))
 
-    def earned(self) -> NDArray[np.float32]:
+    def required_outcomes(self) -> NDArray[np.float32]:
         """Return the outcomes, [n]. Raises ProtocolError if there are none."""
         if self.outcomes is None:
             raise ProtocolError("the samples have no outcomes", where="trainer")
@@ -189,15 +189,15 @@ class MicroBatch:
         numbers: NDArray[np.int64] = np.unique(named, axis=0, return_inverse=True)[1].reshape(-1)
         return numbers
 
-    def makers(self) -> NDArray[np.int64]:
+    def sole_versions(self) -> NDArray[np.int64]:
         """Return the packed version that generated all tokens of each sample, [n]; -1 if there were several or none."""
         starts, lengths = self.versions.offsets[:-1], self.responses.lengths
-        makers = np.full(len(self), -1, dtype=np.int64)
+        versions = np.full(len(self), -1, dtype=np.int64)
         nonempty = lengths > 0
-        makers[nonempty] = self.versions.values[starts[nonempty]]
-        other = np.r_[0, np.cumsum(self.versions.values != np.repeat(makers, lengths))]
-        makers[np.diff(other[self.versions.offsets]) > 0] = -1
-        return makers
+        versions[nonempty] = self.versions.values[starts[nonempty]]
+        other = np.r_[0, np.cumsum(self.versions.values != np.repeat(versions, lengths))]
+        versions[np.diff(other[self.versions.offsets]) > 0] = -1
+        return versions
 
     def take(self, indices: Sequence[int]) -> MicroBatch:
         """Return only the samples at ``indices``."""

@@ -374,10 +374,10 @@ class Trainer:
 
     def _keep_older(self, batch: MicroBatch, *, current: int) -> None:
         """Keep some samples of each older version for ``_measure_older``."""
-        makers = batch.makers()
-        for version in np.unique(makers[(makers >= 0) & (makers != current)]).tolist():
+        versions = batch.sole_versions()
+        for version in np.unique(versions[(versions >= 0) & (versions != current)]).tolist():
             kept = self._older_samples.setdefault(version, [])
-            more = np.flatnonzero(makers == version)[: _MEASURED - sum(map(len, kept))]
+            more = np.flatnonzero(versions == version)[: _MEASURED - sum(map(len, kept))]
             if len(more):
                 kept.append(batch.take(more.tolist()))
 

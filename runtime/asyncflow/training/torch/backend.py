@@ -353,7 +353,7 @@ class TorchBackend(TrainerBackend):
         packs = self._packs.of(batch, active)
         sizes = ("packed_tokens", sum(len(pack.ids) for pack in packs)), ("computed", sum(len(p.rows) for p in packs))
         self._figures.count((name, float(value)) for name, value in sizes)
-        weights, current = loss.aggregation.weights(lengths), batch.makers() == version
+        weights, current = loss.aggregation.weights(lengths), batch.sole_versions() == version
         for pack in self._packs.aligned(packs):
             if pack is None:
                 self._empty_pass()

@@ -37,7 +37,7 @@ def assign_credit(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *
     step = StepSamples(
         serials=keys[:, 0],
         samples=keys[:, 1],
-        rewards=batch.earned().astype(np.float64),
+        rewards=batch.required_outcomes().astype(np.float64),
         offsets=batch.responses.offsets,
         counted=batch.counted(),
         penalty=penalty,

@@ -133,7 +133,7 @@ def add_estimates(
     """
     counted = batch.counted()
     advantages, returns = algorithm.estimates(
-        batch.earned(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
+        batch.required_outcomes(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
     )
     if algorithm.options.whiten:
         advantages = whitened(advantages, counted, everywhere=partial(gather_rows, group))
@@ -178,7 +178,7 @@ class Critic:
         values = self._model(pack)
         old: NDArray[np.floating] = values.detach().cpu().numpy()
         begins = np.flatnonzero(np.diff(pack.samples, prepend=-1))
-        lengths, outcomes = np.diff(np.r_[begins, len(old)]), batch.earned()[pack.samples[begins]]
+        lengths, outcomes = np.diff(np.r_[begins, len(old)]), batch.required_outcomes()[pack.samples[begins]]
         found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=np.ones(len(old), np.bool_))
         self._add(values, old, found.returns, figures=figures)
         return found.advantages
