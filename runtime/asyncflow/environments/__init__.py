@@ -1,1 +1,1 @@
-"""Environments: what answers a turn of the model, run in the sandboxed processes of rewards."""
+"""Environments: functions that answer each turn of the model, run in sandboxed processes like reward functions."""

@@ -1,7 +1,7 @@
-"""The calculator: a turn that calls it is answered with a value, and one that does not ends the episode.
+"""The calculator environment: answers a turn that calls it with a value; a turn without a call ends the episode.
 
-Invariant: nothing of a turn is run as code: an expression of numbers, ``+ - * /`` and parentheses has an exact value,
-worked out within fixed bounds, and anything else has the value ``error``.
+Invariant: no text of a turn is run as code. An expression of numbers, ``+ - * /`` and parentheses has an exact value,
+computed within fixed bounds. Any other text has the value ``error``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_DIGITS = 40
 def answer(
     *, transcript: Sequence[Mapping[str, str]], prompt: str, answer: Any, meta: Mapping[str, Any], config: Any
 ) -> str | None:
-    """Return the value of the last call in the last turn; None where it has none.
+    """Return the value of the last call in the last turn, or None if the turn contains no call.
 
-    config: ``name`` of the function (``calc``) and the ``reply``, the text around ``{value}``: for a chat model, what
-    its template puts around a tool's answer, up to where the model speaks again.
+    config: ``name`` is the name of the function (``calc`` by default). ``reply`` is the text around ``{value}``: for a
+    chat model, the part of its chat template that wraps a tool's answer, up to the start of the model's next turn.
     """
     del prompt, answer, meta
     settings = config or {}
@@ -37,19 +37,19 @@ def answer(
 
 
 def last_call(text: str, *, name: str) -> str | None:
-    """Return what stands in the parentheses of the last ``name(...)`` in ``text``, None where there is none."""
+    """Return the text inside the parentheses of the last ``name(...)`` in ``text``, or None if there is no call."""
     starts = [found.end() for found in re.finditer(rf"(?<!\w){re.escape(name)}\(", text)]
     for start in reversed(starts):
         depth = 1
-        for place in range(start, len(text)):
-            depth += {"(": 1, ")": -1}.get(text[place], 0)
+        for position in range(start, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[position], 0)
             if depth == 0:
-                return text[start:place]
+                return text[start:position]
     return None
 
 
 def value_of(expression: str) -> str:
-    """Return the value as decimal digits: exact for whole numbers, else to 10 digits."""
+    """Return the value as decimal digits: exact for whole numbers, otherwise rounded to 10 digits."""
     try:
         value: Fraction = arithmetic(expression)
         if value.denominator == 1:

@@ -1,4 +1,4 @@
-"""An environment's process: ``python -P -m asyncflow.environments.child``, told and confined as a reward process is."""
+"""Process of an environment: ``python -P -m asyncflow.environments.child``, run and confined like a reward process."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from asyncflow.environments.functions import load
 from asyncflow.rewards.child import serve
 
 if __name__ == "__main__":
-    serve(lambda told: load(told.function, workdir=Path(told.workdir), config=told.config))
+    serve(lambda request: load(request.function, workdir=Path(request.workdir), config=request.config))

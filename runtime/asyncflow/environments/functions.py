@@ -1,13 +1,15 @@
-"""Environments by their name in ``environment.function``: one of the project's, or the user's ``module:name``.
+"""Loading of an environment by its name in ``environment.function``: a built-in one, or the user's ``module:name``.
 
-An environment is a function ``fn(*, transcript, prompt, answer, meta, config) -> str | None``, ``async`` or not, which
-returns what the model reads next, or None where the episode ends; or a class, made by ``cls(prompt=, answer=, meta=,
-config=)``, whose
-``step(text)`` returns that for each turn of the model.
+An environment is either of these:
 
-Invariant: an answer is a function of what is asked. The state of an environment is that of its transcript and nothing
-more: an object of a class is made for each question, and goes through all turns so far. So an episode goes on wherever
-it is asked for next, and random numbers must be drawn from the question (``meta``), never from time or the process.
+* A function ``fn(*, transcript, prompt, answer, meta, config) -> str | None``, ``async`` or not. It returns the text
+  that the model reads next, or None to end the episode.
+* A class, instantiated by ``cls(prompt=, answer=, meta=, config=)``. Its method ``step(text)`` returns the same for
+  each turn of the model.
+
+Invariant: an answer is a function of the request alone. An environment has no state except the transcript: each request
+creates a new object of the class and replays all turns so far. Therefore any process can continue an episode, and an
+environment must derive random numbers from the request (``meta``), never from the time or the process.
 """
 
 from __future__ import annotations
@@ -28,24 +30,25 @@ from asyncflow.rewards.functions import check_module
 from asyncflow.rewards.wire import Example, Score, ScoreAnswer
 
 BUILT_IN = {"calculator": "asyncflow.environments.calculator:answer"}
-"""The environments of the project, by name."""
+"""The built-in environments, by name."""
 FIELD = "environment.function"
 
 _CONTEXT = ("prompt", "answer", "meta", "config")
 
 
 def check(function: str, *, workdir: Path) -> None:
-    """Refuse what cannot be loaded, as far as that can be told without running anybody's code.
+    """Check that an environment can be found, without running user code.
 
-    workdir: the job's folder, where a user's module is looked for first. Raises ManifestError.
+    workdir: the job's folder, which is searched first for a user's module. Raises ManifestError if it cannot be found.
     """
     check_module(function, where=FIELD, known=BUILT_IN, workdir=workdir)
 
 
 def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) -> EnvironmentFunction:
-    """Import the environment; config: its settings.
+    """Import the environment. config: its settings.
 
-    Raises ManifestError where there is none, or it cannot be called as it will be; an import may raise anything.
+    Raises ManifestError if the module has no such function or class, or if its parameters do not match. The import of
+    the user's module may raise any exception.
     """
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
@@ -75,10 +78,10 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
 
 
 class EnvironmentFunction(RewardFunction):
-    """An environment that is loaded, called as a reward function is, but with a transcript and for a text."""
+    """A loaded environment. It is called like a reward function, but receives a transcript and returns a text."""
 
     def arguments(self, examples: Sequence[Example], *, extractor: Extractor) -> dict[str, Any]:
-        """Return what it is called with for one example."""
+        """Return the keyword arguments of the call for one example."""
         del extractor
         (example,) = examples
         return {
@@ -90,7 +93,7 @@ class EnvironmentFunction(RewardFunction):
         }
 
     def judge(self, returned: Any, *, samples: int) -> ScoreAnswer:
-        """Return the answer that says what it returned."""
+        """Return the answer that carries the returned text, or a failure if the returned value is invalid."""
         del samples
         if returned is None:
             return ScoreAnswer(nonce=b"", scores=[Score()])
@@ -100,14 +103,14 @@ class EnvironmentFunction(RewardFunction):
         return ScoreAnswer(nonce=b"", scores=[Score(text=returned.encode(errors="replace").decode())])
 
 
-def _replaying(made: Any) -> Callable[..., Any]:
-    """Return a function that makes an object of a class, and has it go through all turns of a transcript."""
+def _replaying(environment_class: Any) -> Callable[..., Any]:
+    """Return a function that creates an object of the class and replays all turns of a transcript on it."""
 
     def answer(*, transcript: Sequence[Mapping[str, str]], **context: Any) -> Any:
-        instance, said = made(**context), None
+        instance, reply = environment_class(**context), None
         for turn in transcript:
             if turn["role"] == MODEL:
-                said = instance.step(turn["content"])
-        return said
+                reply = instance.step(turn["content"])
+        return reply
 
     return answer

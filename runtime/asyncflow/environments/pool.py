@@ -1,7 +1,7 @@
-"""Processes that run a job's environment: every question is answered, or fails, within its deadline.
+"""Processes that run a job's environment: every request is answered, or fails, within its deadline.
 
-Invariant: an environment is confined, killed and replaced as a reward function is (``rewards.pool``), and a question
-that fails is an outcome of its sample.
+Invariant: an environment is confined, killed and replaced like a reward function (``rewards.pool``). A request that
+fails becomes the outcome of its sample.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHILD = "asyncflow.environments.child"
 class EnvironmentAnswer(NamedTuple):
     """Answer to one turn.
 
-    text: what the model reads next, None where the episode ends; failure, detail: why there is no answer, "" where
-    there is one.
+    text: the text that the model reads next, None if the episode ends.
+    failure, detail: the reason for a missing answer, "" if there is an answer.
     """
 
     text: str | None = None
@@ -36,21 +36,21 @@ class EnvironmentAnswer(NamedTuple):
 
 
 class Environments(Protocol):
-    """An environment that can be asked, for any number of episodes at once."""
+    """Interface of an environment that answers requests for any number of episodes concurrently."""
 
     async def answer(self, example: Example) -> EnvironmentAnswer:
-        """Answer the last turn of a transcript; never raises for what the environment does."""
+        """Answer the last turn of a transcript. Never raises for an error of the environment."""
         ...
 
 
 class EnvironmentRunner:
-    """An environment in processes of this one, or of a server beside it."""
+    """An environment that runs in child processes, or in a server next to this process."""
 
     def __init__(self, processes: Rewards) -> None:
         self._processes = processes
 
     async def start(self) -> None:
-        """Get ready. Raises ManifestError where the environment cannot be loaded, DeadlineExceeded, PeerLost."""
+        """Start. Raises ManifestError if the environment cannot be loaded, DeadlineExceeded, PeerLost."""
         await self._processes.start()
 
     async def answer(self, example: Example) -> EnvironmentAnswer:
@@ -60,12 +60,12 @@ class EnvironmentRunner:
         return EnvironmentAnswer(found.text, found.failure, detail)
 
     async def close(self) -> None:
-        """End it; what is asked then fails as ``died``."""
+        """Stop. Open requests fail as ``died``."""
         await self._processes.close()
 
 
 class EnvironmentPool:
-    """Processes of an environment, as many as score for ``reward``, which a server serves as it does rewards."""
+    """A pool of environment processes, of the size of the pool of ``reward``. A server serves it like a reward pool."""
 
     by_group = False
 
@@ -95,7 +95,10 @@ class EnvironmentPool:
 
 
 def environment_process(spec: EnvironmentSpec, reward: RewardSpec, *, workdir: Path, run: Path | None = None) -> Scorer:
-    """Return the definition of an environment's process, confined as ``reward`` says. workdir, run: of the job."""
+    """Return the definition of an environment's process, confined as ``reward`` says.
+
+    workdir, run: the folders of the job and of the run.
+    """
     confined = Scorer.of(reward, workdir=workdir, run=run)[0]
     return replace(
         confined,
@@ -110,9 +113,10 @@ def environment_process(spec: EnvironmentSpec, reward: RewardSpec, *, workdir: P
 def open_environment(
     spec: EnvironmentSpec, reward: RewardSpec, *, workdir: Path, run: Path, within_s: float
 ) -> EnvironmentRunner:
-    """Return the environment of a manifest, not started: beside the rewards, wherever those are.
+    """Return the environment of a manifest, not started: in this process's children, or at the rewards' server if one
+    runs.
 
-    workdir: the job's folder; run: the run's own; within_s: how long a process beside this one may take to listen.
+    workdir: the job's folder; run: the folder of the run; within_s: how long that server may take until it listens.
     """
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
@@ -122,5 +126,5 @@ def open_environment(
 
 
 def socket_beside(rewards: Path) -> Path:
-    """Return the socket at which turns are answered, where rewards are scored at ``rewards``."""
+    """Return the socket at which turns are answered, if rewards are scored at the socket ``rewards``."""
     return rewards.with_name(Path(ENVIRONMENT_SOCKET).name)

@@ -1,6 +1,7 @@
-"""The process of ``asyncflow rewards``: it scores samples and answers turns, each at a socket.
+"""The process of ``asyncflow rewards``: scores samples and answers turns, each at a socket of its own.
 
-It is in each pod of a rollout, or of the role ``reward`` where there is one: then that in a rollout's pod only answers.
+It runs in each pod of a rollout, and in the pods of the role ``reward`` if the job has that role. The process in a
+rollout's pod then answers turns only.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from asyncflow.rewards.service import Rewards, serve
 
 
 def serve_beside(reward: Path, environment: Path | None, *, path: Path) -> None:
-    """Serve what ``beside`` says until SIGTERM or SIGINT. Raises as it does."""
+    """Serve the pools that ``beside`` returns until SIGTERM or SIGINT. Raises the same errors."""
     serve(beside(reward, environment, path=path))
 
 
 def beside(reward: Path, environment: Path | None, *, path: Path) -> dict[Path, Rewards]:
-    """Return what scores at the Unix socket ``path``, and what answers turns beside it, by socket.
+    """Return the scorer at the Unix socket ``path`` and the environment at the socket next to it, by socket.
 
-    reward, environment: files with these sections of a job; with an environment, nothing is scored where the reward
-    has a role of its own. Raises ManifestError where they have not.
+    reward, environment: files that contain these sections of a job. With an environment, there is no scorer if the
+    rewards have a role of their own. Raises ManifestError if a section is missing or invalid.
     """
     spec, folder = load_reward(reward), reward.parent
     scorers: dict[Path, Rewards] = {}

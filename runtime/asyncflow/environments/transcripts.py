@@ -1,7 +1,7 @@
-"""Texts of a response: the turns of the model, and what its environment answered between them.
+"""Texts of a response: the turns of the model, and the observations of its environment between them.
 
-Invariant: a transcript is a function of the response's tokens and of which of them the model chose; so whoever reads
-them, a rollout or a task that judges, sees the same turns.
+Invariant: a transcript is a function of the response's tokens and of which of them the model chose. Every reader, such
+as a rollout or a judging task, therefore sees the same turns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def segments(ids: NDArray[np.int32], chosen: NDArray[np.bool_]) -> Iterator[tuple[bool, NDArray[np.int32]]]:
-    """Yield turns and observations in order: whether the model chose its tokens, and their ids.
+    """Yield turns and observations in order, each as (whether the model chose its tokens, token ids).
 
-    ids int32[n]: of a response; chosen bool[n]: the tokens that the model chose.
+    ids int32[n]: tokens of a response; chosen bool[n]: whether the model chose the token.
     """
     starts = np.flatnonzero(np.diff(chosen, prepend=~chosen[:1]))
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
@@ -30,25 +30,25 @@ def segments(ids: NDArray[np.int32], chosen: NDArray[np.bool_]) -> Iterator[tupl
 
 
 def stop_ids_of(tokenizer: Tokenizer, stop: Iterable[str]) -> tuple[int, ...]:
-    """Return the ids that end a turn. stop: texts that do; those that are special tokens have ids."""
+    """Return the ids that end a turn. stop: texts that end a turn; only those that are special tokens have ids."""
     special = (tokenizer.special_id(text) for text in stop)
     return (*tokenizer.eos_ids, *(id_ for id_ in special if id_ is not None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transcriber:
-    """Reads responses. stop_ids: those that end a turn."""
+    """Converts responses to texts. stop_ids: the ids that end a turn."""
 
     tokenizer: Tokenizer
     stop_ids: Collection[int]
 
     def transcript(self, ids: NDArray[np.int32], chosen: NDArray[np.bool_]) -> list[Message]:
-        """Return the turns and observations of a response as texts, turns without special tokens and stop ids."""
+        """Return the turns and observations of a response as texts. Turns exclude special tokens and stop ids."""
         return [
             Message(role=MODEL if turn else ENVIRONMENT, content=self._text(part.tolist(), chosen=turn))
             for turn, part in segments(ids, chosen)
         ]
 
     def _text(self, ids: list[int], *, chosen: bool) -> str:
-        said = ids[:-1] if chosen and ids[-1] in self.stop_ids else ids
-        return self.tokenizer.decode(said, skip_special_tokens=chosen)
+        content = ids[:-1] if chosen and ids[-1] in self.stop_ids else ids
+        return self.tokenizer.decode(content, skip_special_tokens=chosen)
