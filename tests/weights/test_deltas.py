@@ -122,9 +122,9 @@ async def test_a_base_whose_bytes_are_not_the_holders_is_noticed_and_the_whole_c
     ("frame", "deltas", "match"),
     [
         (bytes(8), (0,), None),
-        (bytes(3), (0,), "makes no sense"),
-        (b"\x01\0\0\0\x01\0\0\0\x04\x01", (0,), "makes no sense"),
-        (bytes(8), (1,), "not those asked for"),
+        (bytes(3), (0,), "is invalid"),
+        (b"\x01\0\0\0\x01\0\0\0\x04\x01", (0,), "is invalid"),
+        (bytes(8), (1,), "do not match the request"),
         (bytes(7), (), "sizes"),
     ],
 )

@@ -110,7 +110,7 @@ async def test_bytes_that_are_not_what_was_asked_for_are_refused():
     server.route("weights.fetch", ChunkRequest, lie)
     source = Source(worker="liar", address=await server.start())
     region = Region(tensor="w", box=Box((0, 0), (1, 4)), itemsize=8)
-    for checked, match in ((False, "sizes"), (True, "changed on the way")):
+    for checked, match in ((False, "sizes"), (True, "changed during transfer")):
         with pytest.raises(ProtocolError, match=match):
             await pull(source, [region], checked=checked)
     await server.close()

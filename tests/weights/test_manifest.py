@@ -73,7 +73,7 @@ def test_the_digest_depends_on_content_and_not_on_who_holds_it():
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        ([part(0, 2, {"a": TOP}), part(1, 2, {"a": TOP})], "nobody publishes"),
+        ([part(0, 2, {"a": TOP}), part(1, 2, {"a": TOP})], "no rank publishes"),
         ([part(0, 2, {"a": WHOLE}), part(1, 2, {"a": TOP})], "overlaps"),
         ([part(0, 2, {"a": WHOLE}), part(1, 2, {"a": WHOLE}, digest="e")], "different bytes"),
         ([part(0, 2, {"a": TOP}), part(1, 2, {"a": BOTTOM}, dtype="bfloat16")], "float32.*bfloat16"),
@@ -109,7 +109,7 @@ MALFORMED = [
     ({"shape": (3, 6)}, "does not lie inside"),
     ({"slices": (msgspec.structs.replace(SLICE, nbytes=1 << 40),)}, "bytes do not follow"),
     ({"slices": sliced(TOP, WHOLE)}, "overlaps another"),
-    ({"slices": sliced(Box((0, 0), (1, 6)), Box((3, 0), (1, 6)))}, "nobody publishes"),
+    ({"slices": sliced(Box((0, 0), (1, 6)), Box((3, 0), (1, 6)))}, "no rank publishes"),
 ]
 
 

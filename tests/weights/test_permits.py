@@ -201,7 +201,7 @@ async def test_a_follower_that_gets_no_answer_any_more_goes_on_by_itself_in_its_
 ) -> None:
     monkeypatch.setattr(module, "_WAIT_S", 0.05)
     monkeypatch.setattr(module, "_CALL_S", 0.5)
-    monkeypatch.setattr(module, "_UNHEARD_S", (1.0, 1.0))
+    monkeypatch.setattr(module, "_NO_REPLY_S", (1.0, 1.0))
     monkeypatch.setattr(module._Group, "alone_s", lambda group, name: 1.0)
     async with asyncio.timeout(20):
         has, waits = (Turn(worker(f"follower-{n}-a", fleet="a"), 1) for n in range(2))

@@ -454,7 +454,7 @@ def too_much_of_it(_name: str, shape: tuple[int, ...]) -> Box:
     ("layout", "error", "said"),
     [
         (nothing_of_it, KeyError, "no layout of big"),
-        (too_much_of_it, ValueError, r"the layout wants .* of 'big', which has the shape \(1024, 255\)"),
+        (too_much_of_it, ValueError, r"the layout requests .* of 'big', which has the shape \(1024, 255\)"),
     ],
 )
 async def test_a_layout_that_is_wrong_is_told_to_whoever_waits(world, layout, error, said):

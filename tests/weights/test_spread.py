@@ -88,7 +88,7 @@ class History:
 
     def finish(self, receiver: str, _layout: str) -> None:
         if receiver in self.layouts:
-            self.spread.heard(receiver)
+            self.spread.clear_doubt(receiver)
             self.whole.add(receiver)
             self.doubted.discard(receiver)
 
@@ -193,7 +193,7 @@ class Swarm:
                 self.between += got if not self.on_node or node.get(giver) != node[name] else 0
                 silent[name] = silent[name] + 1 if giver in self.stopped else 0
                 if has[name] == self.portions:
-                    spread.heard(name)
+                    spread.clear_doubt(name)
                     self.finished[name] = now
                     self.took[name] = now - starts[name]
                 elif silent[name] > PATIENCE or (giver is not None and now - asked[name] >= review[name]):

@@ -186,7 +186,7 @@ async def test_wrong_bytes_are_found_where_nobody_else_can(opened, kind):
     _, source, _ = await opened(kind, "holder", filled)
     puller, _, _ = await opened(kind, "puller")
     spoil(puller)
-    with pytest.raises(ProtocolError, match="changed on the way"):
+    with pytest.raises(ProtocolError, match="changed during transfer"):
         await pulled(puller, source, [region_of("w", WHOLE)], checked=True)
 
 
@@ -326,9 +326,9 @@ async def test_requests_that_make_no_sense_are_refused(opened, kind):
     small = region_of("w", Box((0, 0), (1, 1)))
     huge = Region(tensor="w", box=Box((0, 0), (1 << 20, 1 << 20)), itemsize=8)
     for regions in ([small] * (MOST_REGIONS + 1), [huge], [Region(tensor="w", box=small.box, itemsize=0)]):
-        with pytest.raises(ProtocolError, match="at once up to"):
+        with pytest.raises(ProtocolError, match="may have up to"):
             await holder.read(VERSION.packed, regions, wait_s=0.0)
-    with pytest.raises(ProtocolError, match="another size"):
+    with pytest.raises(ProtocolError, match="another element size"):
         await holder.read(VERSION.packed, [Region(tensor="w", box=small.box, itemsize=4)], wait_s=0.0)
 
 

@@ -1,8 +1,8 @@
-"""Weights: immutable versions that a trainer publishes and every rollout pulls for itself.
+"""Weights: immutable versions that a trainer publishes and that each rollout pulls for itself.
 
-``follow`` is for inference processes of others: every new version of a job, as tensors.
+``follow`` is for inference processes outside the job: it yields every new version of a job as tensors.
 
-Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
+Invariant: importing the package loads no heavy module. Each name is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Catalogue of versions: which exist, who holds them, and which may be forgotten. Pure: no clock, no socket.
+"""Catalogue of weight versions: existing versions, their holders, and releasable versions. Pure: no clock, no socket.
 
-``revision`` counts the changes of what all workers are told: the versions, which are available, which are required and
-which releasable. One more holder of an available version is no such change, and costs constant time: a worker that has
-once said in full where it serves, and what, is believed by the numbers of versions that it reports.
+``revision`` counts the changes of the view that all workers receive: the versions, which of them are available, the
+required steps and the releasable versions. One more holder of an available version does not change the view and costs
+constant time: once a worker has announced its address and boxes in full, its reports of version numbers suffice.
 
 Invariants:
-* ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
-* ``find`` and ``available`` speak only of versions of which live holders inside the job together have every byte.
-* Nobody in the job is told to pull from a worker outside of it.
+* ``newest`` never goes back. Once a newer trainer attempt is known, an older attempt cannot publish.
+* ``find`` and ``available`` return only versions of which live holders inside the job together have every byte.
+* No worker of the job is directed to pull from a worker outside the job.
 * A version is releasable only if no required step needs it, it is not among the newest ``keep`` available ones, and the
-  driver has said at least once what is required (a restarted driver knows nothing at first).
+  driver has reported the required steps at least once (a restarted driver does not know them at first).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _SEVERAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it.
+    """A version, or regions of it, held by one worker, and the address where it serves it.
 
-    node: where the worker runs, "" if unknown; outside: whether it is no part of the job, so that no version is
-    available by what it holds.
+    regions: box of each tensor that is held, None for the whole version.
+    node: the worker's node, "" if unknown.
+    outside: whether the worker is not part of the job; its holdings do not make a version available.
     """
 
     worker: str
@@ -44,12 +45,12 @@ class Holding:
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""By name the shapes of all tensors of a version; one object for all versions that have the same."""
+"""Shapes of all tensors of a version, by name. Versions with equal shapes share one object."""
 
 
 @dataclass(kw_only=True)
 class _Record:
-    """One version. publishers: the holders that published a part."""
+    """State of one version. publishers: the holders that published a part."""
 
     parts: dict[int, ManifestPart] = field(default_factory=dict)
     manifest: Manifest | None = None
@@ -60,7 +61,7 @@ class _Record:
     available: bool = False
 
     def settle(self) -> None:
-        """Compute again whether the holders together have every byte."""
+        """Recompute whether the holders together have every byte."""
         self.available = self.manifest is not None and _cover(self.manifest, self.inside)
 
     @property
@@ -69,7 +70,7 @@ class _Record:
         return [holding for holding in self.holders.values() if not holding.outside]
 
     def roots(self) -> list[Holding]:
-        """Return the publishers that are there if these have every byte, else some who do, else all who hold any."""
+        """Return the publishers if they have every byte, otherwise a few full holders, otherwise all holders."""
         assert self.manifest is not None
         published = [self.holders[worker] for worker in sorted(self.publishers)]
         if _cover(self.manifest, published):
@@ -79,7 +80,7 @@ class _Record:
 
 
 def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
-    """Return whether holders together have every byte."""
+    """Return whether the holdings together have every byte."""
     if any(holding.regions is None for holding in holdings):
         return True
     boxes: dict[str, list[Box]] = {}
@@ -91,7 +92,11 @@ def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Sources of one receiver. whole: whether they have what they offer already; published: whether as publishers."""
+    """Sources assigned to one receiver.
+
+    whole: whether the sources already have everything that they offer.
+    published: whether the receiver is a root of the tree: its sources are the publishers, or holders in place of them.
+    """
 
     sources: list[Holding]
     whole: bool
@@ -99,7 +104,7 @@ class Assignment:
 
 
 class Catalogue:
-    """The catalogue of a job's weight versions. ``keep``: how many of the newest available versions stay anyway."""
+    """The catalogue of a job's weight versions. keep: number of newest available versions that are always kept."""
 
     def __init__(self, *, keep: int = 2) -> None:
         self._keep = keep
@@ -112,7 +117,7 @@ class Catalogue:
         self._attempt = 0
         self._newest: Version | None = None
         self.revision = 0
-        self._told: object = None
+        self._announced: object = None
 
     @property
     def newest(self) -> Version | None:
@@ -134,32 +139,32 @@ class Catalogue:
         return version in self._records and self._records[version].available
 
     def find(self, step: int) -> Version | None:
-        """Return the available version of ``step``, that of the newest attempt, or None."""
+        """Return the available version of ``step`` by the newest attempt, or None."""
         return max((v for v, record in self._records.items() if v.step == step and record.available), default=None)
 
     def manifest(self, version: Version) -> Manifest:
-        """Return the manifest of ``version``. Raises StaleHandle where it is unknown or not complete."""
+        """Return the manifest of ``version``. Raises StaleHandle if it is unknown or incomplete."""
         record = self._records.get(version)
         if record is None or record.manifest is None:
             raise StaleHandle(f"{version} is not in the catalogue", where="weights catalogue")
         return record.manifest
 
     def digest(self, version: Version) -> str | None:
-        """Return the digest of ``version``, None while it is unknown or not complete."""
+        """Return the digest of ``version``, or None if it is unknown or incomplete."""
         record = self._records.get(version)
         return record.manifest.digest if record is not None and record.manifest is not None else None
 
     def holders(self, version: Version) -> list[Holding]:
-        """Return who holds ``version`` or a part of it."""
+        """Return the holders of ``version`` or of a part of it."""
         record = self._records.get(version)
         return list(record.holders.values()) if record is not None else []
 
     def held_by(self, worker: str) -> frozenset[Version]:
-        """Return the versions that ``worker`` holds, wholly or in part."""
+        """Return the versions that ``worker`` holds, fully or in part."""
         return frozenset(self._held.get(worker, ()))
 
     def manifest_nbytes(self, version: Version) -> int:
-        """Return the length of the encoded manifest, 0 while it is unknown or not complete."""
+        """Return the length of the encoded manifest in bytes, 0 if the version is unknown or incomplete."""
         return self._records[version].manifest_nbytes if version in self._records else 0
 
     def place(
@@ -173,10 +178,11 @@ class Catalogue:
         failed: Collection[str] = (),
         outside: bool = False,
     ) -> Assignment:
-        """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
+        """Assign sources for ``version`` to a receiver, and make the receiver a source for others.
 
-        node: where it runs, "" if unknown; failed: whom it could get nothing from; outside: whether it is no part of
-        the job. Raises StaleHandle for a version that is unknown or not complete.
+        The receiver serves each part as soon as it has checked it. node: the receiver's node, "" if unknown; failed:
+        workers from which it could not pull; outside: whether it is not part of the job. Raises StaleHandle if the
+        version is unknown or incomplete.
         """
         self.manifest(version)
         record = self._records[version]
@@ -200,16 +206,16 @@ class Catalogue:
         self._attempt = max(self._attempt, attempt)
 
     def check_attempt(self, version: Version) -> None:
-        """Raise Fenced where a newer attempt than that of ``version`` is known."""
+        """Raise Fenced if a newer attempt than that of ``version`` is known."""
         if version.attempt < self._attempt:
             what = f"attempt {version.attempt} publishes {version}, but attempt {self._attempt} is known"
             raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end.")
 
     def publish(self, part: ManifestPart) -> bool:
-        """Take one rank's part of a version; say whether the version is complete now.
+        """Record one rank's part of a version, and return whether the version is now complete.
 
-        The same part may come again (a driver restarted, an answer was lost). Raises Fenced for an older attempt,
-        Refused for a part that contradicts what is known.
+        The same part may arrive again, for example after a driver restart or a lost reply. Raises Fenced for an older
+        attempt, Refused for a part that contradicts known content.
         """
         version = Version.unpack(part.version)
         self.check_attempt(version)
@@ -226,10 +232,12 @@ class Catalogue:
         return record.manifest is not None
 
     def hold(self, version: Version, holding: Holding, *, manifest: Manifest | None = None) -> None:
-        """Note that a worker holds a complete version or regions of it; ``manifest`` for a version not yet known.
+        """Record that a worker holds a complete version or regions of it. manifest: required if the version is not yet
+        known.
 
-        Raises StaleHandle for an unknown version without a manifest, Refused where the manifest contradicts what is
-        known, ProtocolError where regions do not lie inside its tensors.
+        Raises StaleHandle for an unknown version without a manifest, Refused if the manifest contradicts the known
+        content,
+        ProtocolError if a region does not lie inside its tensor.
         """
         record = self._records.get(version) or _Record()
         known = record.manifest or manifest
@@ -247,32 +255,33 @@ class Catalogue:
         if holding.worker not in record.publishers:
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
             self._spread.join(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
-            self._spread.heard(holding.worker)
+            self._spread.clear_doubt(holding.worker)
             self._addresses[holding.worker] = holding.address
             self._known[holding.worker] = holding, record.shapes
         self._hold(version, record, holding)
 
     def report(self, worker: str, held: Collection[Version]) -> list[Version]:
-        """Take the versions that ``worker`` holds now for true; return those of which it must say more.
+        """Record that ``worker`` now holds exactly ``held``; return the versions that it must announce in full.
 
-        It holds of each what it said in full of an earlier one that had the same tensors. ``hold``, or ``publish``,
-        says more: a worker that was never heard of, or a version that is unknown, is believed in full only.
+        A version whose tensors have the same shapes as one that the worker announced before counts as held in the same
+        boxes at the same address. An unknown worker or version must be announced in full by ``hold`` or ``publish``.
         """
-        believed = self.held_by(worker)
-        for version in believed.difference(held):
+        known_holdings = self.held_by(worker)
+        for version in known_holdings.difference(held):
             self.drop(worker, version)
-        return [version for version in held if version not in believed and not self._believe(worker, version)]
+        return [version for version in held if version not in known_holdings and not self._infer(worker, version)]
 
-    def _believe(self, worker: str, version: Version) -> bool:
+    def _infer(self, worker: str, version: Version) -> bool:
+        """Record a holding like the worker's last announced one; return False if there is none with these shapes."""
         record, known = self._records.get(version), self._known.get(worker)
         if record is None or known is None or known[1] is not record.shapes:
             return False
-        self._spread.heard(worker)
+        self._spread.clear_doubt(worker)
         self._hold(version, record, known[0])
         return True
 
     def _complete(self, record: _Record, manifest: Manifest | None) -> None:
-        """Note what a version consists of, once all its parts are there."""
+        """Record the contents of a version if all its parts have arrived."""
         if manifest is not None:
             shapes = {entry.name: entry.shape for entry in manifest.tensors}
             same = (known.shapes for known in self._records.values() if known.shapes == shapes)
@@ -280,7 +289,7 @@ class Catalogue:
             record.shapes = next(same, shapes)
 
     def drop(self, worker: str, version: Version) -> None:
-        """Note that a worker does not hold ``version`` any more."""
+        """Record that a worker no longer holds ``version``."""
         record = self._records.get(version)
         if record is None:
             return
@@ -294,10 +303,10 @@ class Catalogue:
         if not record.holders:
             del self._records[version]
         if not record.holders or record.available != was_available:
-            self._tell()
+            self._note_change()
 
     def leave(self, worker: str) -> None:
-        """Note that a worker is gone with all it held."""
+        """Remove a worker that has ended, with all its holdings."""
         for version in self.versions:
             self.drop(worker, version)
         self._spread.leave(worker)
@@ -306,13 +315,13 @@ class Catalogue:
             table.pop(worker, None)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Set the steps that unfinished work needs. A step that is left out once may be gone when it is named again."""
+        """Set the steps that unfinished work needs. Versions of a step that is left out once may be dropped."""
         self._required = frozenset(steps)
-        self._tell()
+        self._note_change()
 
     @property
     def releasable(self) -> list[Version]:
-        """The versions that whoever holds them may forget, oldest first."""
+        """The versions that holders may drop, oldest first."""
         if self._required is None:
             return []
         kept = self._kept(self._required)
@@ -336,24 +345,24 @@ class Catalogue:
         if not was_available or before not in (None, holding):
             record.settle()
         if not was_available or not record.available:
-            self._tell()
+            self._note_change()
 
-    def _tell(self) -> None:
-        """Count a change, if what all workers are told has changed."""
+    def _note_change(self) -> None:
+        """Increment ``revision`` if the view that all workers receive has changed."""
         complete = [(version, record.available) for version, record in self._records.items() if record.manifest]
-        told = (sorted(complete), self._required, self.releasable)
-        if told != self._told:
-            self._told = told
+        announced = (sorted(complete), self._required, self.releasable)
+        if announced != self._announced:
+            self._announced = announced
             self.revision += 1
 
 
 def _apart(layout: str, *, outside: bool) -> str:
-    """Return the name of a layout in the tree: what is no part of the job has a tree of its own."""
+    """Return the key of a layout in the tree: workers outside the job have a tree of their own."""
     return f"outside {layout}" if outside else layout
 
 
 def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
-    """Take a part; return the manifest if it was the last one that was missing."""
+    """Add a part; return the manifest if this was the last missing part."""
     known = record.parts.get(part.part)
     where = f"weights {Version.unpack(part.version)}"
     if known is not None and known.tensors != part.tensors:
@@ -367,6 +376,7 @@ def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
 
 
 def _agree(part: ManifestPart, manifest: Manifest) -> None:
+    """Raise Refused unless every slice of the part has the digest that the manifest says."""
     known = {(entry.name, each.box): each.digest for entry in manifest.tensors for each in entry.slices}
     for entry in part.tensors:
         for each in entry.slices:

@@ -1,13 +1,15 @@
-"""Differences between two contents of one region: which elements changed, and to what.
+"""Differences between two contents of one region: which elements changed, and their new values.
 
-At a small learning rate few elements of a low-precision version differ from those of the version before it, most of
-them by one unit in the last place, and they lie everywhere. A difference is written as the number of changed elements
-and that of the bytes which say where they are (two uint32, little endian), then three streams: the gap before each
-changed element (uint8; 255 means 255 elements more, and no changed one yet), the step of its bits as an integer (int8;
--128 means that its new value is in the third stream), and new values.
+At a small learning rate few elements of a low-precision version differ from the previous version, most of them by one
+unit in the last place, and they are spread over the whole tensor. A difference is encoded as the number of changed
+elements and the number of gap bytes (two uint32, little endian), then three streams:
 
-Invariants: ``restored(old, difference(old, new)) == new``; a difference is shorter than what it stands for; of
-whatever bytes, ``restored`` gives as many bytes as it was given, or raises ValueError.
+* gaps: the number of unchanged elements before each changed one (uint8; 255 means 255 elements without a changed one).
+* steps: the change of the element's bits as an integer (int8; -128 means that the third stream has its new value).
+* new values.
+
+Invariants: ``restored(old, difference(old, new)) == new``. A difference is shorter than the new bytes. For any input
+bytes, ``restored`` returns as many bytes as ``old`` has, or raises ValueError.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ _WORTH = 0.8
 
 
 def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | None:
-    """Return what turns ``old`` into ``new``, elements of ``itemsize`` bytes, or None where ``new`` itself is shorter.
+    """Return the difference that turns ``old`` into ``new``, elements of ``itemsize`` bytes; None if it is not shorter.
 
-    A sample of elements is looked at first, and nothing more where too many of them differ.
+    A sample of the elements is compared first; if too many of them differ, the rest is not compared.
     """
     before, after = (np.frombuffer(data, _UNSIGNED[itemsize]) for data in (old, new))
     stride = max(1, before.size // _SAMPLE)
@@ -60,10 +62,10 @@ def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | No
 
 
 def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview:
-    """Return the bytes that ``difference`` compared with ``old``. Raises ValueError where ``delta`` is none."""
+    """Apply ``delta``, made by ``difference``, to ``old``. Raises ValueError if it is not a valid difference."""
     result = np.frombuffer(old, _UNSIGNED[itemsize]).copy()
     if delta.nbytes < _HEAD.size:
-        raise ValueError(f"{delta.nbytes} bytes are no difference")
+        raise ValueError(f"{delta.nbytes} bytes are too short for a difference")
     count, codes = _HEAD.unpack_from(delta)
     streams = np.frombuffer(delta, np.uint8, offset=_HEAD.size)
     if count + codes > streams.size:
@@ -83,7 +85,7 @@ def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview
 
 
 def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the places that gaps tell, in rising order."""
+    """Return the positions that the gaps encode, in ascending order."""
     last = gaps != _MORE
     if gaps.size and not last[-1]:
         raise ValueError("the gaps end in the middle of one")

@@ -1,13 +1,13 @@
-"""Fast transports: regions are asked for by calls over TLS, and their bytes come by a faster way, which knows no keys.
+"""Fast transports: regions are requested by calls over TLS, and their bytes travel a faster way without encryption.
 
-``FastTransport`` is what they have in common, a pull with a few chunks on their way; a subclass says with its ``Line``
-how the bytes of one chunk come. ``WithHost`` puts the host network behind one: what the fast way does not bring, in
-time and right, is pulled over the other.
+``FastTransport`` is the common part: a pull with a few chunks in flight. A subclass provides a ``Line``, which
+transfers the bytes of one chunk. ``WithHost`` adds the host network as a fallback: regions that the fast way does not
+deliver correctly and in time are pulled over the host network.
 
-Invariants: who asks is known by its certificate, and a digest that a peer sends comes by a call, never by the fast way;
-every chunk has a deadline, and a holder that waits for a region itself says so before; a pull that failed leaves
-nothing that goes on for longer than that; a version is never lost because a fast way is broken, and each pull that had
-to leave it is counted.
+Invariants: the receiver is authenticated by its certificate, and digests travel by calls, never by the fast way. Every
+chunk has a deadline, and a holder that itself waits for a region replies before that deadline. A failed pull leaves no
+operation that runs longer than the deadline. A failure of the fast way never loses a version, and every pull that had
+to leave the fast way is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from asyncflow.weights.transport import (
     Sink,
     Transport,
     Until,
-    at_once,
     digests_of,
+    no_wait,
 )
 
 log = logging.getLogger(__name__)
@@ -46,21 +46,21 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 8 << 20
 DEADLINE_S = 10.0
 END_S = 1.0
-"""Seconds that a peer has to hear that a pull is over; it finds out by itself where it does not."""
+"""Timeout in seconds for reporting the end of a pull to the peer; without the report, the peer detects it itself."""
 SMALL = 128 << 10
-"""Bytes of a pull up to which it goes over the host network."""
+"""Pulls of at most this many bytes use the host network."""
 MOST_REGIONS = 256
-"""Regions of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
+"""Most regions of one chunk. Mooncake stops permanently if more than about 2,000 are in flight to one peer."""
 _MOST_BYTES = 64 << 20
 _WINDOW = 2
 _DOUBT_S = 60.0
-_BESIDE = " "
+_SEPARATOR = " "
 
 
 class Chunk(NamedTuple):
-    """Bytes of the regions of one chunk, in their order, and their digests by the source, where the pull is checked.
+    """Bytes of the regions of one chunk, in order, and their digests from the source if the pull is checked.
 
-    lease: by which the line knows it, 0 where it need not.
+    lease: number that identifies the chunk for ``Line.release``, 0 if it needs no release.
     """
 
     frames: Sequence[memoryview]
@@ -69,29 +69,29 @@ class Chunk(NamedTuple):
 
 
 class Line(ABC):
-    """The way that the bytes of one pull come from its source."""
+    """The way by which the bytes of one pull travel from its source."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Reach the source."""
+        """Connect to the source."""
 
     @abstractmethod
     async def bring(self, regions: Sequence[Region]) -> Chunk:
-        """Bring the bytes of regions; they are used until ``release``."""
+        """Transfer the bytes of regions. They stay valid until ``release``."""
 
-    def release(self, chunk: Chunk) -> None:  # noqa: B027 - only memory that is lent has to be given back
-        """Take back what ``bring`` gave."""
+    def release(self, chunk: Chunk) -> None:  # noqa: B027 - only leased memory has to be released
+        """Release the memory that ``bring`` returned."""
 
     @abstractmethod
     async def end(self) -> None:
-        """Let go of the source, which may be gone. Raises nothing."""
+        """Disconnect from the source, which may have ended. Raises nothing."""
 
 
 class FastTransport(CallTransport):
     """Base of fast transports.
 
-    chunk_bytes: most bytes that travel together; deadline_s: seconds within which each chunk has to come; options: as
-    in ``CallTransport``. sends: whether bytes travel.
+    chunk_bytes: largest chunk; deadline_s: seconds within which each chunk must arrive; options: as in
+    ``CallTransport``; sends: whether bytes travel.
     """
 
     sends = True
@@ -103,66 +103,67 @@ class FastTransport(CallTransport):
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
-        """Make the transport with the host network behind it, which has all the ``options``."""
+        """Create the transport with the host network as its fallback, which gets all ``options``."""
         common = {name: options[name] for name in ("name", "bind", "advertise", "credentials") if name in options}
         return WithHost(cls(**cls.device_options(device, collective), **common), HostTransport(**options))
 
     @classmethod
     def device_options(cls, device: str, collective: str) -> dict[str, Any]:
-        """Return the further options that follow from what ``open_transport`` says of the device."""
+        """Return the further constructor options that depend on the device."""
         del device, collective
         return {}
 
-    async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Get the fast way ready, then serve what ``read`` gives; return the address of the calls."""
+    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+        """Prepare the fast way, then serve the data that ``read`` returns; return the address of the calls."""
         await self.prepare()
         return await super().start(read, until=until)
 
     async def pull(self, pull: Pull, *, sink: Sink) -> None:
-        """Pull with a few chunks on their way, all bytes of them; see ``Transport.pull``."""
+        """Pull all bytes with a few chunks in flight; see ``Transport.pull``."""
         chunks = chunks_of(pull.regions, most=self.chunk_bytes)
-        flying: deque[tuple[list[Region], asyncio.Task[Chunk]]] = deque()
+        in_flight: deque[tuple[list[Region], asyncio.Task[Chunk]]] = deque()
         async with self._client(pull) as client:
             line = self.line(client, pull.version, checked=pull.checked)
             try:
                 async with self._deadline(pull):
                     await line.open()
                 while True:
-                    while len(flying) < _WINDOW and (asked := next(chunks, None)) is not None:
-                        flying.append((asked, asyncio.create_task(line.bring(asked))))
-                    if not flying:
+                    while len(in_flight) < _WINDOW and (regions := next(chunks, None)) is not None:
+                        in_flight.append((regions, asyncio.create_task(line.bring(regions))))
+                    if not in_flight:
                         return
-                    asked, bringing = flying[0]
+                    regions, bringing = in_flight[0]
                     async with self._deadline(pull):
                         chunk = await bringing
                     if pull.checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
-                        raise ProtocolError(f"{pull.version}: bytes changed on the way", where=pull.source.address)
-                    for region, frame in zip(asked, chunk.frames, strict=True):
+                        raise ProtocolError(f"{pull.version}: bytes changed during transfer", where=pull.source.address)
+                    for region, frame in zip(regions, chunk.frames, strict=True):
                         sink(region, frame, sent=frame.nbytes if self.sends else 0)
                     line.release(chunk)
-                    flying.popleft()
+                    in_flight.popleft()
             finally:
-                for _, bringing in flying:
+                for _, bringing in in_flight:
                     bringing.cancel()
-                await asyncio.gather(*(bringing for _, bringing in flying), return_exceptions=True)
+                await asyncio.gather(*(bringing for _, bringing in in_flight), return_exceptions=True)
                 await line.end()
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Get the fast way ready. Raises ManifestError where what it needs is not installed."""
+        """Prepare the fast way. Raises ManifestError if a requirement is not installed."""
 
     @abstractmethod
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> Line:
-        """Return the line of a pull, whose calls go by ``client``."""
+        """Return the line of a pull, whose calls use ``client``."""
 
     async def read(self, packed: int, regions: Sequence[Region], *, wait_s: float) -> list[memoryview]:
-        """Return the bytes of the regions of a packed version, when they are here.
+        """Return the bytes of the regions of a packed version, once they have arrived here.
 
-        Raises StaleHandle where they are not held, or have not come within ``wait_s`` seconds; ProtocolError.
+        Raises StaleHandle if they are not held or do not arrive within ``wait_s`` seconds; ProtocolError for an invalid
+        request.
         """
         sizes = [region.nbytes for region in regions]
         if len(sizes) > MOST_REGIONS or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
-            what = f"at once up to {MOST_REGIONS} regions can be had, none empty, of {_MOST_BYTES} bytes together"
+            what = f"a request may have up to {MOST_REGIONS} regions, none empty, of {_MOST_BYTES} bytes together"
             raise ProtocolError(what, where=self.name)
         assert self._read is not None
         version = Version.unpack(packed)
@@ -172,12 +173,12 @@ class FastTransport(CallTransport):
                     await self._until(version, [region])
         data = [self._read(version, region.tensor, region.box) for region in regions]
         if [part.nbytes for part in data] != sizes:
-            raise ProtocolError(f"{version}: elements of another size are asked for", where=self.name)
+            raise ProtocolError(f"{version}: the request has another element size", where=self.name)
         return data
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a holder may wait for what it has not got yet itself."""
+        """Seconds that a holder may wait for data that it does not have yet."""
         return self.deadline_s / 2
 
     @contextlib.asynccontextmanager
@@ -191,7 +192,7 @@ class FastTransport(CallTransport):
 
 
 def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:
-    """Cut regions into chunks of at most ``most`` bytes, or one element, and ``MOST_REGIONS`` regions."""
+    """Split regions into chunks of at most ``most`` bytes (but at least one element) and ``MOST_REGIONS`` regions."""
     chunk: list[Region] = []
     room = most
     for region in regions:
@@ -207,10 +208,10 @@ def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]
 
 
 class WithHost(Transport):
-    """A fast transport, and the host network for what that does not bring.
+    """A fast transport with the host network as its fallback.
 
-    A source with which the fast way failed, or whose bytes were wrong, is asked over the host network for a minute. So
-    is anyone for up to ``SMALL`` bytes, which a fast way takes longer to begin than to bring.
+    After a failure of the fast way, or wrong bytes, a source is pulled from over the host network for a minute. Pulls
+    of at most ``SMALL`` bytes always use the host network, because setting up a fast way takes longer than they do.
     """
 
     def __init__(self, fast: FastTransport, host: HostTransport) -> None:
@@ -220,14 +221,15 @@ class WithHost(Transport):
         self._host = host
         self._doubted: dict[str, float] = {}
 
-    async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Serve what ``read`` gives in both ways; return both addresses, or the one where the fast way is broken.
+    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+        """Serve the data that ``read`` returns over both ways; return both addresses, or one if the fast way has
+        failed.
 
-        Raises ManifestError where the fast way lacks what it needs.
+        Raises ManifestError if a requirement of the fast way is missing.
         """
         address = await self._host.start(read, until=until)
         try:
-            return address + _BESIDE + await self._fast.start(read, until=until)
+            return address + _SEPARATOR + await self._fast.start(read, until=until)
         except ManifestError:
             raise
         except (AsyncFlowError, OSError) as error:
@@ -236,8 +238,8 @@ class WithHost(Transport):
             return address
 
     async def pull(self, pull: Pull, *, sink: Sink) -> None:
-        """Pull by the fast way, and over the host network what is left when that fails."""
-        host, _, fast = pull.source.address.partition(_BESIDE)
+        """Pull by the fast way, and pull the rest over the host network if that fails."""
+        host, _, fast = pull.source.address.partition(_SEPARATOR)
         if sum(region.nbytes for region in pull.regions) > SMALL:
             if fast and self._doubted.get(pull.source.worker, 0.0) <= clock.now():
                 left = await self._fast_first(_at(fast, pull), sink=sink)
@@ -248,41 +250,41 @@ class WithHost(Transport):
         await self._host.pull(_at(host, pull), sink=sink)
 
     async def _fast_first(self, pull: Pull, *, sink: Sink) -> list[Region]:
-        """Pull by the fast way; return what it has not brought. Raises StaleHandle."""
-        given: dict[str, list[Box]] = defaultdict(list)
+        """Pull by the fast way; return the regions that it did not deliver. Raises StaleHandle."""
+        delivered: dict[str, list[Box]] = defaultdict(list)
 
-        def taken(region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
+        def counting_sink(region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
             sink(region, data, sent=sent)
-            given[region.tensor].append(region.box)
+            delivered[region.tensor].append(region.box)
 
         try:
-            await self._fast.pull(pull, sink=taken)
+            await self._fast.pull(pull, sink=counting_sink)
         except StaleHandle:
             raise
         except (AsyncFlowError, OSError) as error:
             self.doubt(pull.source.worker)
             what = f"{pull.version} from {pull.source.worker}"
-            log.warning("weights: %s goes on over the host network: %s", what, error)
+            log.warning("weights: %s continues over the host network: %s", what, error)
         else:
             return []
         return [
             msgspec.structs.replace(region, box=box)
             for region in pull.regions
-            for box in subtract(region.box, given[region.tensor])
+            for box in subtract(region.box, delivered[region.tensor])
         ]
 
     def doubt(self, worker: str) -> None:
-        """Ask ``worker`` over the host network for a while."""
+        """Pull from ``worker`` over the host network for ``_DOUBT_S`` seconds."""
         now = clock.now()
         self._doubted = {name: until for name, until in self._doubted.items() if until > now}
         self._doubted[worker] = now + _DOUBT_S
 
     async def close(self) -> None:
-        """Serve no longer, in neither way; pulls in flight raise PeerLost."""
+        """Stop serving over both ways; pulls in progress raise PeerLost."""
         await self._fast.close()
         await self._host.close()
 
 
 def _at(address: str, pull: Pull) -> Pull:
-    """Return a pull from the same source at one of its addresses."""
+    """Return the same pull with another address of its source."""
     return pull._replace(source=msgspec.structs.replace(pull.source, address=address))

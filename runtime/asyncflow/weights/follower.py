@@ -1,15 +1,15 @@
-"""Following a job, or a publisher, from outside: a member that receives every new version and has no other part.
+"""Follower of a job, or of a publisher: a member outside the job that receives every new version.
 
     async with follow("tcp://...", tls=folder) as versions:
         async for version, tensors in versions:
             ...  # tensors: by name, read-only: load them here
 
-Versions come in the order in which they were published, the newest each time: one that was not taken before the next
-had come is left out. A trainer that is started again publishes again from its checkpoint on, as a newer attempt.
+Versions arrive in the order of their publication, always the newest one: a version that was not taken before the next
+one arrived is skipped. A restarted trainer publishes again from its checkpoint on, as a newer attempt.
 
-Invariant: the job waits for no follower and pulls from none. What a follower is given was checked against the digests
-of the trainer. One of a fleet that is staggered is given a version, but for its first one, only in its turn, which ends
-when it asks for the next one, or is gone.
+Invariants: the job neither waits for a follower nor pulls from one. Every version was checked against the digests of
+the trainer. In a staggered fleet a follower gets a version, except its first one, only in its turn. The turn ends when
+it requests the next version, or leaves.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.transport import Transport, open_transport
 
 JOIN_S: Final = 60.0
-"""Seconds for which a driver that does not answer is waited for."""
+"""Seconds to wait for a driver that does not reply."""
 _PLACES: Final = 1 << 29
-"""Followers take a place at random, so that any number of them need not know each other."""
+"""Number of indices from which a follower draws one at random, so that followers need not know each other."""
 _WATCH_S: Final = 3600.0
 
 
 class Follower:
-    """A follower of the driver, or of the publisher, at ``driver``; an asynchronous iterator of versions and tensors.
+    """A follower of the driver or publisher at ``driver``; an asynchronous iterator of versions and tensors.
 
-    transport: made for this follower alone; http: where it serves metrics, "" where it serves none; node: where it
-    runs, "" if unknown; status: what heartbeats report, by default what the receiver does; layout: what is needed of
-    each tensor; on_transfer: called with the record of every finished transfer; sync: the WeightSync of the fleet that
-    this one belongs to, None for none. receiver: that which holds the versions. permits: by which this one changes
-    weights as one of the fleet, None where it does so when it can.
+    transport: owned by this follower; http: address of its metrics, "" if it serves none; node: its node, "" if
+    unknown.
+    status: returns the report for heartbeats, by default the receiver's; layout: the needed box of each tensor.
+    on_transfer: called with the record of every finished transfer; sync: the WeightSync of its fleet, None for none.
+    receiver: holds the versions; permits: permits of its fleet, None if it changes weights without permits.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Follower:
         on_transfer: Callable[[TransferRecord], None] | None = None,
         sync: WeightSync | None = None,
     ) -> None:
-        place = secrets.randbelow(_PLACES)
-        self.worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
+        index = secrets.randbelow(_PLACES)
+        self.worker = worker_name(FOLLOWER, index, uuid.uuid4().hex)
         info: dict[str, Scalar] = {FLEET: sync.metadata.name} if sync is not None else {}
-        member = Member(role=FOLLOWER, index=place, incarnation=self.worker, http=http, info=info)
+        member = Member(role=FOLLOWER, index=index, incarnation=self.worker, http=http, info=info)
         self._credentials = credentials
         self._job = None if credentials is None else credentials.process.job
         self._stopped = False
@@ -97,7 +97,7 @@ class Follower:
         self._in_turn = False
 
     async def start(self, *, within_s: float) -> None:
-        """Join the job and begin to receive. Raises DeadlineExceeded where its driver does not answer."""
+        """Join the job and start to receive. Raises DeadlineExceeded if the driver does not reply."""
         try:
             await self._membership.join(within_s)
             await self.receiver.start()
@@ -106,22 +106,22 @@ class Follower:
             raise
 
     async def close(self) -> None:
-        """Leave. Tensors that were given stay valid for as long as they are referenced."""
+        """Leave. Tensors already returned stay valid as long as they are referenced."""
         await self.receiver.close()
         await self._membership.close()
 
     @property
     def ended(self) -> bool:
-        """True once the driver has said that the job ends, or that another process has this place, or ``replaced``."""
+        """True once the driver has reported the end of the job or another process with this index, or ``replaced``."""
         return self._stopped or self.replaced
 
     @property
     def replaced(self) -> bool:
-        """True once the certificate here is one of another job: that which has taken the place of the one followed."""
+        """True once the certificate here belongs to another job, which has replaced the followed one."""
         return self._credentials is not None and self._credentials.process.job != self._job
 
     async def newer(self) -> Version | None:
-        """Wait until a version is here that is newer than the one taken last; None where the job ends instead."""
+        """Wait for a version newer than the one taken last. Return None if the job ends instead."""
         while (staged := self.receiver.staged) is None and not self.ended:
             with contextlib.suppress(DeadlineExceeded):
                 await self.receiver.wait_for(self._changed, what="a version to follow", timeout=_WATCH_S)
@@ -167,19 +167,19 @@ async def follow(
     sync: Path | str | None = None,
     join_s: float = JOIN_S,
 ) -> AsyncIterator[Follower]:
-    """Follow the job whose driver, or the publisher that, is at the address ``driver``: iterate over what this yields.
+    """Follow the job or the publisher whose address is ``driver``; yields a ``Follower`` to iterate over.
 
-    tls: folder with a certificate of its role ``follower``, as ``ASYNCFLOW_TLS`` names one; host: the address at which
-    this process is reached by other followers; transport: that of the job's ``spec.weightSync``;
-    layout: which box of each tensor is needed (name, shape), all of it by default; sync: file of a WeightSync for
-    followers, with whose fleet this one changes weights: where that is staggered, a version comes when it is this one's
-    turn to load it, and the turn lasts until the next one is asked for. Tensors are read-only numpy arrays, bfloat16 as
-    its bits in uint16; those of a job with LoRA are its adapters.
+    tls: folder with a certificate of its role ``follower``, default ``ASYNCFLOW_TLS``; host: the address at which other
+    followers reach this process; transport: the one of the job's ``spec.weightSync``.
+    layout: the needed box of each tensor (name, shape), all of it by default.
+    sync: file of a WeightSync for followers, whose fleet this follower joins. If it is staggered, a version is returned
+    when it is this follower's turn to load it, and the turn lasts until it requests the next version.
+    Tensors are read-only numpy arrays, bfloat16 as its bits in uint16. For a job with LoRA they are its adapters.
 
-    The event loop must stay free: load what is given in a thread. A process that does not run for some seconds counts
-    as lost, and joins again by itself. Raises ManifestError for a certificate or a file that cannot be used,
-    DeadlineExceeded where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in;
-    the loop raises an error of ``layout``, ValueError where a box does not lie inside its tensor.
+    The event loop must stay free: load tensors in a thread. A process that does not run for some seconds is considered
+    lost, and joins again automatically. Raises ManifestError for an unusable certificate or file, DeadlineExceeded if
+    the driver does not reply within ``join_s`` seconds, Refused if it accepts no followers. The iteration raises errors
+    of ``layout``, and ValueError if a box does not lie inside its tensor.
     """
     fleet = None if sync is None else load_sync(sync)
     credentials = Credentials.of_environment() if tls is None else Credentials(Path(tls))

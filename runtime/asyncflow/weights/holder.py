@@ -1,12 +1,13 @@
-"""A worker that holds versions: it serves them to peers, and keeps the catalogue's opinion of it true.
+"""A worker that holds versions: it serves them to peers, and keeps its entries in the catalogue correct.
 
-Level-triggered: each heartbeat says what is held, and is answered with the catalogue, where that changed, and with what
-the catalogue cannot believe without being told more, which is announced then. So a restarted driver, a lost
-announcement and a worker that was believed dead all heal in the same way, and a version like another costs no call.
+The protocol is level-triggered: each heartbeat reports the held versions. The reply carries the catalogue, if it has
+changed, and the versions that the worker must announce in full. A restarted driver, a lost announcement and a worker
+that was wrongly considered dead therefore recover in the same way, and a version like an earlier one needs no extra
+call.
 
-Invariants: a version is dropped only when the catalogue called it releasable, does not want it, or knows it with other
-content, and ``in_use`` does not name it; a worker ends that uses what the catalogue knows with other content; of a
-version that is still arriving only what was checked is served, and nothing is announced.
+Invariants: a version is dropped only if ``in_use`` does not return it, and the catalogue has released it, does not want
+it, or knows it with other content. A worker ends if it uses a version that the catalogue knows with other content. Of
+an arriving version only checked parts are served, and nothing is announced.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CALL_S = 10.0
 
 
 def node_name() -> str:
-    """Return the name of the node that this process runs on: what ``ASYNCFLOW_NODE`` says, else the host's name."""
+    """Return the name of this process's node: the value of ``ASYNCFLOW_NODE``, or the host name."""
     return os.environ.get(NODE_ENV) or socket.gethostname()
 
 
@@ -58,26 +59,26 @@ class Copy:
 
 
 class Arriving(Protocol):
-    """A version of which this worker has a part that it serves, and gets the rest: a ``Transfer``."""
+    """A version that is arriving and of which the parts that have arrived are served: a ``Transfer``."""
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest."""
+        """The manifest of the version."""
 
     def read(self, tensor: str, box: Box) -> memoryview:
-        """Return the bytes of a box. Raises StaleHandle unless all of it is here and was checked."""
+        """Return the bytes of a box. Raises StaleHandle unless all of it has arrived and was checked."""
 
     async def until(self, tensor: str, box: Box) -> None:
-        """Wait until a box is here and was checked, or will not come."""
+        """Wait until a box has arrived and was checked, or will not arrive."""
 
 
 class Holder:
     """Holds versions for the worker with id ``worker``.
 
-    membership: of this process, whose subscriber the holder is; transport: serves what is held, and belongs to the
-    holder from now on; node: where it runs, "" if unknown; in_use: gives the versions that must not be dropped now.
-    arriving: versions of which parts are served already, None where it is not known yet what they consist of; changed:
-    the event that the next change will set.
+    membership: of this process; the holder becomes its subscriber. transport: serves the versions; owned by the holder.
+    node: the worker's node, "" if unknown. in_use: returns the versions that must not be dropped now.
+    arriving: versions of which parts are already served, None for a version whose manifest is not known yet.
+    changed: the event that the next change sets.
     """
 
     def __init__(
@@ -106,20 +107,20 @@ class Holder:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Serve, and hear the catalogue from the next heartbeat on."""
+        """Start serving. The catalogue arrives with the next heartbeat."""
         self.address = await self.transport.start(self._read, until=self._until)
         self.spawn(self._keep_true())
         self._membership.subscriber = self
         self._membership.nudge()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` until this holder is closed; it must not end by itself. ``wait_for`` raises what ends it."""
+        """Run ``work``, which must not return, until close. ``wait_for`` raises an error that ends it."""
         task = asyncio.create_task(work, name=f"weights of {self.worker}")
         task.add_done_callback(self._report)
         self._tasks.append(task)
 
     async def close(self) -> None:
-        """Stop serving, and drop every copy; the catalogue hears it with a heartbeat, or when the member leaves."""
+        """Stop serving and drop every copy. The catalogue learns of it by a heartbeat, or when the member leaves."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,14 +135,14 @@ class Holder:
         self.notify()
 
     def notify(self) -> None:
-        """Wake everybody who waits for a change, also of what is in use."""
+        """Wake all waiters for a change, including changes of the versions in use."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
-        """Wait until ``predicate`` of view and holdings is true.
+        """Wait until ``predicate`` on the view and the copies is true.
 
-        Raises DeadlineExceeded that names ``what``, or at once what has ended the work of this holder.
+        Raises DeadlineExceeded, with ``what`` in its text, or immediately the error that ended the work of this holder.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -156,10 +157,10 @@ class Holder:
             ) from None
 
     async def publish(self, version: Version, arena: Arena, part: ManifestPart, *, timeout: float) -> bool:
-        """Hold what this worker publishes of a version and announce it; say whether the version is complete now.
+        """Hold and announce this worker's part of a version; return whether the version is now complete.
 
-        Raises Fenced or Refused, and then nothing has changed; DeadlineExceeded, and then it is held all the same, and
-        announced as soon as the driver can be reached.
+        Raises Fenced or Refused, with no change made. Raises DeadlineExceeded if the driver cannot be reached; the
+        version is then held, and announced as soon as the driver can be reached.
         """
         before = self.copies.get(version)
         self.copies[version] = Copy(arena=arena, origin=part)
@@ -181,34 +182,34 @@ class Holder:
             return copy.arena.read(tensor, box)
         if arriving is not None:
             return arriving.read(tensor, box)
-        raise StaleHandle(f"{version} is not held any more", where=f"weights of {self.worker}")
+        raise StaleHandle(f"{version} is no longer held", where=f"weights of {self.worker}")
 
     async def _until(self, version: Version, regions: Sequence[Region]) -> None:
-        while (version in self.arriving and self.arriving[version] is None) or self._unheard(version):
+        while (version in self.arriving and self.arriving[version] is None) or self._not_yet_known(version):
             await self.changed.wait()
         arriving = self.arriving.get(version)
         if arriving is not None and regions[0].tensor != MANIFEST:
             await arriving.until(regions[0].tensor, regions[0].box)
 
     def holds(self) -> tuple[int, ...]:
-        """Return the packed numbers of the versions that are held here and may be wanted, in order."""
+        """Return the packed versions that are held here and may be wanted, in order."""
         return tuple(version.packed for version in sorted(self.copies.keys() - self._unwanted))
 
     def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
-        """Take the catalogue, and the versions of which it must be told that they are here."""
+        """Process a heartbeat's reply: the catalogue, if it has changed, and the versions to announce in full."""
         if broadcast is not None:
             self.view = msgspec.msgpack.decode(broadcast, type=CatalogueView)
             self._unwanted.clear()
         self._unknown.update(Version.unpack(packed) for packed in unknown)
         self.notify()
 
-    def _unheard(self, version: Version) -> bool:
-        """Return whether a version is newer than all of which this worker has heard."""
+    def _not_yet_known(self, version: Version) -> bool:
+        """Return whether a version is newer than every version known to this worker."""
         newest = max(self.view.available, default=None)
         return version not in self.copies and version not in self.arriving and (newest is None or version > newest)
 
     async def _keep_true(self) -> None:
-        outage = Outage("announcing the weights that are held")
+        outage = Outage("announcing the held weights")
         while True:
             changed = self.changed
             self._check_contents()
@@ -222,14 +223,14 @@ class Holder:
                 await changed.wait()
 
     def _check_contents(self) -> None:
-        """Drop what is not what the catalogue knows by its version. Raises Refused where it is in use."""
+        """Drop versions whose content differs from the catalogue's. Raises Refused if such a version is in use."""
         for version, copy in list(self.copies.items()):
             known = self.view.get(version)
             if known is None or not isinstance(copy.origin, Manifest) or copy.origin.digest == known.digest:
                 continue
-            what = f"two different {version} exist: the one held here is not that of the catalogue"
+            what = f"two different {version} exist: the one held here is not the one of the catalogue"
             if version in self._in_use():
-                hint = "Start this process again: it gets the other then"
+                hint = "Restart this process; it then pulls the other one"
                 raise Refused(what, where=f"weights of {self.worker}", hint=hint)
             self._forget(version)
             log.warning("weights: dropped %s: %s", version, what)
@@ -246,7 +247,7 @@ class Holder:
             try:
                 wanted = copy is None or await self._announce_copy(copy)
             except Refused as error:
-                log.warning("weights: the catalogue does not take %s: %s", version, error)
+                log.warning("weights: the catalogue refuses %s: %s", version, error)
                 wanted = False
             if not wanted:
                 self._unwanted.add(version)
@@ -255,7 +256,7 @@ class Holder:
         self._release()
 
     async def _announce_copy(self, copy: Copy) -> bool:
-        """Announce a copy in full; return whether the catalogue knows its version then."""
+        """Announce a copy in full; return whether the catalogue then knows its version."""
         if isinstance(copy.origin, ManifestPart):
             await self._publish(copy.origin)
             return True
@@ -271,7 +272,7 @@ class Holder:
         return published.complete
 
     async def _hold(self, copy: Copy, manifest: Manifest) -> bool:
-        """Announce a copy; return whether the catalogue knows it now: of a follower it learns of no version."""
+        """Announce a copy; return whether the catalogue now knows its version: a follower cannot introduce one."""
         boxes = copy.arena.boxes
         request = VersionsHeld(
             worker=self.worker,
@@ -282,8 +283,8 @@ class Holder:
         )
         reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)
         if not reply.known and reply.wanted:
-            told = msgspec.structs.replace(request, manifest=manifest)
-            reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
+            with_manifest = msgspec.structs.replace(request, manifest=manifest)
+            reply = await self._driver.call("weights.held", with_manifest, VersionsHeldReply, timeout=_CALL_S)
         return reply.known
 
     def _report(self, task: asyncio.Task[None]) -> None:
@@ -294,7 +295,7 @@ class Holder:
 
 
 def _part(data: bytes, box: Box) -> memoryview:
-    """Return a part of bytes that are served as if they were a tensor. Raises StaleHandle where it sticks out."""
+    """Return a part of bytes that are served like a tensor. Raises StaleHandle if it lies outside them."""
     if not box.fits((len(data),)):
         raise StaleHandle(f"{box} is no part of {len(data)} bytes", where="weights manifest")
     return memoryview(data)[box.offset[0] : box.offset[0] + box.extent[0]]

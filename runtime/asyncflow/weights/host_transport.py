@@ -1,12 +1,14 @@
 """Weights over the host network: chunks of versions as frames of calls, a few in flight at a time.
 
-``Pace`` says how much to ask for at once and how long to wait, from the rate so far.
+``Pace`` computes the chunk size and the patience from the rate measured so far.
 
-Invariants: at most ``window`` chunks of ``chunk_bytes`` are in flight per pull, whatever the size of the version; the
-holder sends from its arena without a copy where a box is contiguous; a call answers only what its caller asked for.
-Patience grows with the time that what is in flight should take, so a link that is slow, however slow, is not taken for
-a dead peer once a first chunk has come; a holder that still waits for a region itself says so in time. Chunks never
-exceed ``most`` bytes. What a holder sends, differences included, stays below ``bandwidth``, over all peers together.
+Invariants:
+* At most ``window`` chunks of ``chunk_bytes`` are in flight per pull, whatever the size of the version.
+* A holder sends contiguous boxes from its arena without a copy. A reply contains only requested regions.
+* Patience grows with the expected time of the chunks in flight. After the first chunk, no slow link is mistaken for a
+  dead peer. A holder that is itself waiting for a region replies so in time.
+* Chunks never exceed ``most`` bytes.
+* A holder sends at most ``bandwidth`` bytes a second, differences included, to all peers together.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from asyncflow.weights.transport import (
 )
 
 LEAST_BANDWIDTH = 1 << 20
-"""Bytes a second, at which the first chunks of several peers come well within the usual patience."""
+"""Bytes a second at which the first chunks of several peers arrive well within the usual patience."""
 
 _FIRST_CHUNK = 64 * 1024
 _CHUNK_S = 0.25
@@ -44,15 +46,15 @@ _SMOOTHING = 0.3
 _MOST_REGIONS = 1024
 _MOST_ELEMENTS = 64 << 20
 _CALL_S = 3600.0
-_AT_ONCE_S = 0.001
+_NO_WAIT_S = 0.001
 _STARVED = 4.0
-"""So many times its patience a puller waits for a peer that answers, but has got nothing itself."""
+"""A puller waits this multiple of its patience for a peer that replies but has not received any data itself."""
 
 
 class Pace:
-    """The pace of one pull: ``window`` requests in flight of at most ``most`` bytes each, begun at time ``now``.
+    """The pace of one pull, with ``window`` requests in flight of at most ``most`` bytes each, started at time ``now``.
 
-    patience_s: the least patience, that of a pull of which nothing has come yet.
+    patience_s: the least patience, used until the first data has arrived.
     """
 
     def __init__(self, *, most: int, window: int, patience_s: float, now: float) -> None:
@@ -64,10 +66,10 @@ class Pace:
         self.chunk = min(_FIRST_CHUNK, most)
 
     def arrived(self, nbytes: int, *, sent: int, now: float) -> None:
-        """Note that an answer that stands for ``nbytes`` came, for which ``sent`` bytes travelled.
+        """Record the arrival of a reply with ``nbytes`` of data, for which ``sent`` bytes travelled.
 
-        The next chunk is at most twice as large as the last. A chunk whose bytes travel whole may follow one of which
-        few did, so the rate counts as at most ``_SLACK`` times that of the bytes that travelled.
+        The next chunk is at most twice as large as the last one. The next chunk may travel in full even if this one was
+        sent as a small difference, so the measured rate is limited to ``_SLACK`` times the rate of the sent bytes.
         """
         measured = max(now - self._last, 1e-6) / max(sent, nbytes / _SLACK, 1)
         self._last = now
@@ -79,7 +81,7 @@ class Pace:
         self.chunk = max(min(wanted, 2 * self.chunk, self._most), min(_FIRST_CHUNK, self._most))
 
     def waited(self, *, now: float) -> None:
-        """Note that an answer came for which the peer itself had to wait: that says nothing of the link."""
+        """Record a reply for which the peer itself had to wait: it does not measure the link."""
         self._last = now
 
     @property
@@ -90,32 +92,32 @@ class Pace:
 
 
 class Bucket:
-    """Spaces out what is sent, so that it is at most ``rate`` bytes a second in all; None: as fast as can be."""
+    """Limits the sending rate to ``rate`` bytes a second over all callers. None: no limit."""
 
     def __init__(self, rate: int | None) -> None:
         self._rate = rate
         self._free_at = 0.0
 
     async def take(self, nbytes: int) -> None:
-        """Wait until the time that everybody's bytes so far, and these, take at the rate is over.
+        """Wait until all earlier bytes and these have had their time at the rate.
 
-        Bytes of a caller that is cancelled, and so sends none, keep nobody waiting who comes later.
+        A cancelled caller sends nothing, so its bytes delay no caller that arrives after it.
         """
         if self._rate is not None:
-            now, takes = asyncio.get_running_loop().time(), nbytes / self._rate
-            self._free_at = max(now, self._free_at) + takes
+            now, duration = asyncio.get_running_loop().time(), nbytes / self._rate
+            self._free_at = max(now, self._free_at) + duration
             try:
                 await asyncio.sleep(self._free_at - now)
             except asyncio.CancelledError:
-                self._free_at -= takes
+                self._free_at -= duration
                 raise
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.fetch``; the answer has a frame for each region.
+    """Request of ``weights.fetch``. The reply has a frame for each region.
 
-    checked: and the digest of each; base: the packed version that differences may refer to, None for none; wait_s: how
-    long the holder may wait for the first region, where it does not have that yet.
+    checked: whether the reply must contain the digest of each frame; base: the packed version to which differences may
+    refer, None to allow no differences; wait_s: how long the holder may wait for the first region if it is missing.
     """
 
     version: int
@@ -126,9 +128,10 @@ class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.fetch``: frames of the first regions, of fewer where the holder does not have the others yet.
+    """Reply to ``weights.fetch``: the frames of the first regions; regions that the holder does not have yet are left
+    out.
 
-    deltas: the numbers of the frames that are differences from the base; waited: whether the holder had to wait.
+    deltas: indices of the frames that are differences from the base; waited: whether the holder had to wait.
     """
 
     digests: tuple[str, ...]
@@ -137,7 +140,7 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Chunk(NamedTuple):
-    """Answer to a request: regions, the bytes of each, how many travelled for it; and the regions to ask for again."""
+    """Reply to a request: regions, the bytes of each, the number of bytes sent for each, and the regions left out."""
 
     regions: Sequence[Region]
     data: Sequence[memoryview]
@@ -149,11 +152,11 @@ class _Chunk(NamedTuple):
 class HostTransport(CallTransport):
     """Weights over TCP, by calls to an ``RpcServer`` of its own.
 
-    chunk_bytes: most bytes of one answer; window: answers in flight per pull; patience_s: a peer that sends nothing for
-    so long (longer on a link that was measured to be slow) counts as stalled; delta: send and ask for differences from
-    a version that both hold, where these are shorter; bandwidth: most bytes a second that are served, to all peers
-    together; options: as in ``CallTransport``. Raises ManifestError where the bandwidth is so little that peers would
-    take this worker for stalled.
+    chunk_bytes: largest reply; window: replies in flight per pull.
+    patience_s: a peer that sends nothing for this time (longer on a link measured to be slow) counts as stalled.
+    delta: whether to send and request differences from a version that both sides hold, if these are shorter.
+    bandwidth: most bytes a second that are sent to all peers together; options: as in ``CallTransport``.
+    Raises ManifestError if the bandwidth is so small that peers would consider this worker stalled.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ class HostTransport(CallTransport):
     ) -> None:
         if bandwidth is not None and bandwidth < LEAST_BANDWIDTH:
             what = f"{bandwidth} bytes a second are fewer than {LEAST_BANDWIDTH}"
-            raise ManifestError(what, where="bandwidth", hint="A receiver would take its source for dead; give more.")
+            raise ManifestError(what, where="bandwidth", hint="Set more: a receiver would consider its source dead.")
         super().__init__(**options)
         self._chunk_bytes = chunk_bytes
         self._window = window
@@ -181,8 +184,8 @@ class HostTransport(CallTransport):
         """Pull with ``window`` chunk requests in flight; see ``Transport.pull``."""
         loop = asyncio.get_running_loop()
         pace = Pace(most=self._chunk_bytes, window=self._window, patience_s=self._patience_s, now=loop.time())
-        worker, version, left, came = pull.source.worker, pull.version, deque(pull.regions), loop.time()
-        flying: set[asyncio.Task[_Chunk]] = set()
+        worker, version, left, arrived = pull.source.worker, pull.version, deque(pull.regions), loop.time()
+        in_flight: set[asyncio.Task[_Chunk]] = set()
         request = ChunkRequest(
             version=version.packed,
             regions=(),
@@ -192,12 +195,14 @@ class HostTransport(CallTransport):
         )
         async with self._client(pull) as client:
             try:
-                while left or flying:
-                    while left and len(flying) < self._window:
+                while left or in_flight:
+                    while left and len(in_flight) < self._window:
                         asked = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
-                        flying.add(loop.create_task(self._ask(client, asked)))
+                        in_flight.add(loop.create_task(self._ask(client, asked)))
                     patience = pace.patience
-                    done, flying = await asyncio.wait(flying, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                    done, in_flight = await asyncio.wait(
+                        in_flight, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                    )
                     if not done:
                         what = f"{worker} sent nothing of {version} for {patience:.3g} s"
                         raise DeadlineExceeded(what, where=pull.source.address)
@@ -211,16 +216,16 @@ class HostTransport(CallTransport):
                         else:
                             nbytes = sum(data.nbytes for data in chunk.data)
                             pace.arrived(nbytes, sent=sum(chunk.sent), now=loop.time())
-                        came = loop.time() if chunk.data else came
+                        arrived = loop.time() if chunk.data else arrived
                     if failed:
                         raise failed[0]
-                    if loop.time() - came > _STARVED * self._patience_s:
-                        what = f"{worker} itself has got nothing of {version} for {loop.time() - came:.3g} s"
+                    if loop.time() - arrived > _STARVED * self._patience_s:
+                        what = f"{worker} itself has received nothing of {version} for {loop.time() - arrived:.3g} s"
                         raise DeadlineExceeded(what, where=pull.source.address)
             finally:
-                for task in flying:
+                for task in in_flight:
                     task.cancel()
-                await asyncio.gather(*flying, return_exceptions=True)
+                await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def _ask(self, client: RpcClient, request: ChunkRequest) -> _Chunk:
         version, regions = Version.unpack(request.version), request.regions
@@ -228,7 +233,7 @@ class HostTransport(CallTransport):
         regions, rest = regions[: len(frames)], regions[len(frames) :]
         deltas = set(reply.deltas)
         if len(frames) != len(regions) or not deltas <= set(range(len(frames)) if request.base is not None else ()):
-            raise ProtocolError(f"{version}: the frames are not those asked for", where=client.name)
+            raise ProtocolError(f"{version}: the frames do not match the request", where=client.name)
         data = list(frames)
         if deltas:
             assert self._read is not None
@@ -238,11 +243,11 @@ class HostTransport(CallTransport):
             try:
                 data = await asyncio.to_thread(_restore, regions, data, held)
             except ValueError as error:
-                raise ProtocolError(f"{version}: a difference makes no sense: {error}", where=client.name) from error
+                raise ProtocolError(f"{version}: a difference is invalid: {error}", where=client.name) from error
         if [each.nbytes for each in data] != [region.nbytes for region in regions]:
-            raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
+            raise ProtocolError(f"{version}: the frames do not have the requested sizes", where=client.name)
         if request.checked and await asyncio.to_thread(digests_of, data) != reply.digests:
-            raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
+            raise ProtocolError(f"{version}: bytes changed during transfer", where=client.name)
         return _Chunk(regions, data, [frame.nbytes for frame in frames], rest, reply.waited)
 
     async def _fetch(self, request: ChunkRequest, _frames: Sequence[memoryview]) -> tuple[ChunkReply, list[Buffer]]:
@@ -250,17 +255,17 @@ class HostTransport(CallTransport):
             not 0 < len(request.regions) <= _MOST_REGIONS
             or sum(region.box.volume for region in request.regions) > _MOST_ELEMENTS
         ):
-            what = f"no region, or more than {_MOST_REGIONS} or {_MOST_ELEMENTS} elements at once"
+            what = f"no region, or more than {_MOST_REGIONS} regions or {_MOST_ELEMENTS} elements in one request"
             raise ProtocolError(what, where=self.name)
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        started = loop.time()
         try:
             async with asyncio.timeout(min(max(request.wait_s, 0.0), LONGEST_WAIT_S)):
                 await self._until(Version.unpack(request.version), request.regions)
         except TimeoutError:
             return ChunkReply(digests=(), waited=True), []
-        waited = loop.time() - began > _AT_ONCE_S
-        data = self._here(request)
+        waited = loop.time() - started > _NO_WAIT_S
+        data = self._available(request)
         digests = await asyncio.to_thread(digests_of, data) if request.checked else ()
         frames: list[Buffer] = list(data)
         deltas = await self._differences(request, data) if request.base is not None and self._delta else {}
@@ -269,8 +274,8 @@ class HostTransport(CallTransport):
         await self._bucket.take(sum(memoryview(frame).nbytes for frame in frames))
         return ChunkReply(digests=digests, deltas=tuple(deltas), waited=waited), frames
 
-    def _here(self, request: ChunkRequest) -> list[memoryview]:
-        """Return the bytes of the first regions, up to one that is not here. Raises StaleHandle where none is."""
+    def _available(self, request: ChunkRequest) -> list[memoryview]:
+        """Return the bytes of the regions before the first missing one. Raises StaleHandle if the first is missing."""
         assert self._read is not None
         version, data = Version.unpack(request.version), []
         for region in request.regions:
@@ -283,7 +288,7 @@ class HostTransport(CallTransport):
         return data
 
     async def _differences(self, request: ChunkRequest, data: list[memoryview]) -> dict[int, bytes]:
-        """Return by number the differences of regions from their base, where it is held and they are shorter."""
+        """Return the differences of regions from their base, by index, if the base is held and they are shorter."""
         assert self._read is not None
         assert request.base is not None
         asked = list(zip(request.regions, data, strict=False))
@@ -296,7 +301,7 @@ class HostTransport(CallTransport):
 
 
 def _compare(base: Sequence[memoryview], data: Sequence[memoryview], itemsizes: Sequence[int]) -> dict[int, bytes]:
-    """Return by number the differences that are shorter than what they stand for."""
+    """Return the differences that are shorter than the new bytes, by index."""
     deltas = {}
     for at, (old, new, itemsize) in enumerate(zip(base, data, itemsizes, strict=True)):
         if old.nbytes == new.nbytes and (delta := difference(old, new, itemsize=itemsize)) is not None:
@@ -307,7 +312,7 @@ def _compare(base: Sequence[memoryview], data: Sequence[memoryview], itemsizes: 
 def _restore(
     regions: Sequence[Region], frames: Sequence[memoryview], held: Mapping[int, memoryview]
 ) -> list[memoryview]:
-    """Return the bytes of regions; those that are ``held`` came as differences. Raises ValueError where none came."""
+    """Return the bytes of regions, with differences applied to ``held``. Raises ValueError for an invalid one."""
     return [
         restored(held[at], frame, itemsize=region.itemsize) if at in held else frame
         for at, (region, frame) in enumerate(zip(regions, frames, strict=True))
@@ -315,7 +320,7 @@ def _restore(
 
 
 def _next_chunk(left: deque[Region], most: int) -> list[Region]:
-    """Take regions of at most ``most`` bytes together off ``left``, cutting the last; at least one element."""
+    """Remove regions of at most ``most`` bytes together from ``left``, splitting the last; at least one element."""
     chunk: list[Region] = []
     room = most
     while left and room > 0 and len(chunk) < _MOST_REGIONS:

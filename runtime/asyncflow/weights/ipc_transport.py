@@ -1,11 +1,11 @@
-"""Weights on one host: a peer maps the memory in which they lie, and nothing is sent.
+"""Weights on one host: a peer maps the memory of a version, and no bytes are sent.
 
-Memory of versions is a file without a name (memfd). A process of the same user that knows this worker's *door*, a Unix
-socket in the abstract namespace with a name that nobody can guess, is handed the descriptor of a block, for reading.
-What is published lies in host memory on every device, so this is the same on CPUs, GPUs and NPUs.
+The memory of versions is an unnamed file (memfd). The worker's *door* is a Unix socket in the abstract namespace with
+an unguessable name. A process of the same user that knows the name receives the descriptor of a block, for reading.
+Published weights lie in host memory on every kind of device, so this works the same on CPUs, GPUs and NPUs.
 
-Invariants: both sides check that the other runs as the same user; no block ever becomes shorter, so no access to it
-fails; a peer cannot write through what it is handed; a name of the namespace ends with its process.
+Invariants: both sides check that the other one runs as the same user. No block ever becomes shorter, so no access to it
+fails. A peer cannot write through the descriptor. The name of a door disappears with its process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ASKED = struct.Struct("!Q")
 _GIVEN, _UNKNOWN = b"+", b"-"
 _ANSWER_S = 2.0
 _MOST = 64
-"""Peers at once."""
+"""Most simultaneous peers."""
 
 
 class IpcTransport(PlacedTransport):
@@ -47,7 +47,7 @@ class IpcTransport(PlacedTransport):
         self._listener: Listener | None = None
 
     async def prepare(self) -> None:
-        """Open the door."""
+        """Listen at the door."""
         self.door = f"asyncflow-weights/{uuid.uuid4().hex}"
         bound = socket.socket(socket.AF_UNIX)
         bound.bind(_name(self.door))
@@ -59,11 +59,11 @@ class IpcTransport(PlacedTransport):
             meet=self._hand_over,
             connected=lambda: 0,
             make_room=lambda: False,
-            refused=lambda refused: _log.warning("memory of weights is not handed over: %s", refused),
+            refused=lambda refused: _log.warning("memory of weights is not passed to a peer: %s", refused),
         )
 
     async def close(self) -> None:
-        """Close the door; memory that peers have mapped stays as long as they map it."""
+        """Close the door. Memory that peers have mapped stays as long as they map it."""
         await super().close()
         if self._listener is not None:
             self._listener.close()
@@ -72,7 +72,7 @@ class IpcTransport(PlacedTransport):
         self.pool.blocks.clear()
 
     def make(self, nbytes: int) -> Block:
-        """Make a file that can be mapped by others. Raises OSError."""
+        """Create a file that peers can map. Raises OSError."""
         file = os.memfd_create("asyncflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, nbytes)
@@ -86,7 +86,7 @@ class IpcTransport(PlacedTransport):
     async def reach(
         self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
-        """Return views of a peer's memory, which is mapped once a pull. Raises PeerLost or ProtocolError."""
+        """Return views of a peer's memory, each block mapped once per pull. Raises PeerLost or ProtocolError."""
         for block in {pointer.block for pointer in pointers} - line.seen.keys():
             line.seen[block] = await _mapped(door, block)
         frames = [
@@ -95,11 +95,11 @@ class IpcTransport(PlacedTransport):
             if pointer.offset >= 0
         ]
         if [frame.nbytes for frame in frames] != list(sizes):
-            raise ProtocolError("the regions do not lie inside the memory that was handed over", where=door)
+            raise ProtocolError("the regions do not lie inside the memory of the source", where=door)
         return frames
 
     async def _hand_over(self, peer: socket.socket) -> None:
-        """Hand over the block that a peer asks for."""
+        """Send the descriptor of the block that a peer requests."""
         with peer, contextlib.suppress(OSError, TimeoutError):
             if not is_same_user(peer):
                 return
@@ -117,7 +117,7 @@ class IpcTransport(PlacedTransport):
 
 
 async def _mapped(door: str, block: int) -> memoryview:
-    """Return the bytes of a peer's block, for reading."""
+    """Map a peer's block for reading, and return its bytes."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as peer:
         peer.setblocking(False)
@@ -127,31 +127,31 @@ async def _mapped(door: str, block: int) -> memoryview:
                 if not is_same_user(peer):
                     raise PeerLost("the source runs as another user", where=door)
                 await loop.sock_sendall(peer, _ASKED.pack(block))
-                said, file = await _received(loop, peer)
+                answer, file = await _received(loop, peer)
         except (OSError, TimeoutError) as error:
-            raise PeerLost(f"the source is not on this host, or does not answer: {error!r}", where=door) from error
-    if said != _GIVEN or file is None:
-        raise PeerLost("the source does not hand its memory over", where=door)
+            raise PeerLost(f"the source is not on this host, or does not reply: {error!r}", where=door) from error
+    if answer != _GIVEN or file is None:
+        raise PeerLost("the source refuses access to its memory", where=door)
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ProtocolError("the memory that was handed over can become shorter", where=door)
+            raise ProtocolError("the memory of the source can become shorter", where=door)
         return memoryview(mmap.mmap(file, os.fstat(file).st_size, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise PeerLost(f"the memory that was handed over cannot be mapped: {error}", where=door) from error
+        raise PeerLost(f"the memory of the source cannot be mapped: {error}", where=door) from error
     finally:
         os.close(file)
 
 
 async def _received(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tuple[bytes, int | None]:
-    """Wait for a byte and the descriptor that may come with it."""
+    """Wait for one byte and the descriptor that may accompany it."""
     ready = asyncio.Event()
     loop.add_reader(peer, ready.set)
     try:
         await ready.wait()
     finally:
         loop.remove_reader(peer)
-    said, files, _, _ = socket.recv_fds(peer, len(_GIVEN), 1, socket.MSG_CMSG_CLOEXEC)
-    return said, files[0] if files else None
+    answer, files, _, _ = socket.recv_fds(peer, len(_GIVEN), 1, socket.MSG_CMSG_CLOEXEC)
+    return answer, files[0] if files else None
 
 
 def _name(door: str) -> bytes:

@@ -1,10 +1,10 @@
-"""Contents of a version: a manifest lists tensors, the slices they were published in, and the digest of each.
+"""Contents of a version: a manifest lists the tensors, the slices in which they were published, and their digests.
 
-It is content, never place: it is the same at every worker that holds the version, and a slice's ``holder`` only says
-who published it.
+A manifest describes content, not location: it is the same at every worker that holds the version. A slice's ``holder``
+only names the worker that published it.
 
-Invariants: a manifest that passed ``check`` is complete (its slices tile every tensor) and consistent (sizes follow
-from shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes.
+Invariants: a manifest that passed ``check`` is complete: its slices tile every tensor. It is also consistent: sizes
+follow from shapes, and ``digest`` follows from the entries. Two manifests with equal digests describe equal bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncflow.identity import Version
 from asyncflow.weights.slices import DTYPES, AnyArray, Box, hull, split, subtract, view
 
 MANIFEST = ""
-"""The name under which holders serve the manifest itself: bytes, encoded, as if it were a tensor."""
+"""The tensor name under which holders serve the encoded manifest itself, as bytes."""
 
 HASH = "xxh3-128"
-"""The hash of the bytes of slices."""
+"""The hash function for the bytes of slices."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_RANK = 8
@@ -34,8 +34,9 @@ _HASH_STRIDE = 1 << 20
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """One box of a tensor as it was published: by whom, how many bytes, and their digest with the name of the hash
-    (``digest_of``).
+    """One box of a tensor as it was published.
+
+    holder: the worker that published it; nbytes: its size; digest: the name of the hash and its value (``digest_of``).
     """
 
     box: Box
@@ -45,7 +46,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor: its name, dtype (a key of ``DTYPES``), whole shape, and the slices it was published in."""
+    """One tensor: its name, dtype (a key of ``DTYPES``), full shape, and the slices in which it was published."""
 
     name: str
     dtype: str
@@ -64,7 +65,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a version that rank ``part`` of ``parts`` publishes; ``address`` is where the rank serves it."""
+    """Part of a version, published by rank ``part`` of ``parts``. address: where the rank serves it."""
 
     version: int
     part: int
@@ -74,7 +75,7 @@ class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
 
     def check(self) -> None:
-        """Raise ProtocolError unless every entry is well formed and its slices, of this worker, tile one box."""
+        """Raise ProtocolError unless every entry is well formed and its slices, all of this worker, tile one box."""
         if not 0 <= self.part < self.parts:
             raise ProtocolError(f"part {self.part} of {self.parts} does not exist", where=_where(self.version))
         _check_entries(self.tensors)
@@ -90,7 +91,7 @@ class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete version: packed ``Version``, tensors in name order, their bytes, and the digest of all of it."""
+    """A complete version. version: packed ``Version``; tensors: in name order; digest: of all contents."""
 
     version: int
     tensors: tuple[TensorEntry, ...]
@@ -98,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
     def check(self) -> None:
-        """Raise ProtocolError unless the manifest keeps its invariant."""
+        """Raise ProtocolError unless the manifest is complete and consistent."""
         _check_entries(self.tensors)
         for entry in self.tensors:
             _check_tiling(entry.name, Box.whole(entry.shape), entry.slices)
@@ -109,12 +110,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoded(manifest: Manifest) -> bytes:
-    """Return what ``decoded`` makes a manifest of again."""
+    """Encode a manifest for ``decoded``."""
     return msgspec.msgpack.encode(manifest)
 
 
 def decoded(data: memoryview, *, version: Version, digest: str) -> Manifest:
-    """Return the manifest that a peer gave for ``version``. Raises ProtocolError unless it has that ``digest``."""
+    """Return the manifest of ``version`` that a peer sent. Raises ProtocolError unless it has that ``digest``."""
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
@@ -126,7 +127,7 @@ def decoded(data: memoryview, *, version: Version, digest: str) -> Manifest:
 
 
 def merge(parts: Iterable[ManifestPart]) -> Manifest:
-    """Make the manifest of a version from the parts of all ranks. Raises Refused where they do not fit together."""
+    """Merge the parts of all ranks into the manifest of a version. Raises Refused if parts contradict each other."""
     found = list(parts)
     entries: dict[str, TensorEntry] = {}
     for entry in (entry for part in found for entry in part.tensors):
@@ -159,7 +160,7 @@ def merge(parts: Iterable[ManifestPart]) -> Manifest:
 
 
 def dtype_name(array: AnyArray) -> str:
-    """Return the name under which an array's dtype is published. Raises Refused for one that weights cannot have."""
+    """Return the published name of an array's dtype. Raises Refused for a dtype that weights cannot have."""
     name = _NAMES.get(array.dtype)
     if name is None:
         hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16."
@@ -168,10 +169,10 @@ def dtype_name(array: AnyArray) -> str:
 
 
 def digest_of(array: AnyArray) -> str:
-    """Return the hash of an array's bytes in C order, in hex after its name. Copies at most 1 MiB at a time.
+    """Return the hash of an array's bytes in C order, as the hash name and hex digits. Copies at most 1 MiB at a time.
 
-    It finds what a disk, a network or a bug has changed. It is no protection against who means harm: that is the job's
-    key. It is fast (some 20 GB/s a core) and releases the GIL.
+    The hash detects corruption by a disk, a network or a bug. It does not protect against an attacker; the job's
+    certificates do. It is fast (about 20 GB/s per core) and releases the GIL.
     """
     digest = xxhash.xxh3_128()
     at = Box.whole(array.shape)
@@ -181,7 +182,7 @@ def digest_of(array: AnyArray) -> str:
 
 
 def entries_digest(tensors: Sequence[TensorEntry]) -> str:
-    """Return the digest of what tensors hold, in hex, whoever published them."""
+    """Return the digest of the content of tensors, in hex. It does not depend on the publishers."""
     content = [
         (entry.name, entry.dtype, entry.shape, sorted((each.box.offset, each.digest) for each in entry.slices))
         for entry in tensors
@@ -214,7 +215,7 @@ def _check_entries(tensors: Sequence[TensorEntry]) -> None:
 def _check_tiling(name: str, whole: Box, slices: Sequence[Slice]) -> None:
     where = f"weights manifest, {name!r}"
     if missing := subtract(whole, (each.box for each in slices)):
-        raise ProtocolError(f"nobody publishes {missing[0]}", where=where)
+        raise ProtocolError(f"no rank publishes {missing[0]}", where=where)
     if sum(each.box.volume for each in slices) != whole.volume:
         raise ProtocolError(f"a slice of {whole} overlaps another", where=where)
 

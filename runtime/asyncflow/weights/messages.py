@@ -1,8 +1,8 @@
-"""Messages between holders and the catalogue: which versions there are, who holds what, whom to pull from.
+"""Messages between holders and the catalogue: existing versions, their holders, and sources to pull from.
 
-Invariants: a ``CatalogueView`` is whole, so who has it needs no earlier one, and it is the same for all workers, who
-hear it with their heartbeats. Who holds a version is no part of it: a receiver is told a few sources when it asks
-(``Located``).
+Invariants: a ``CatalogueView`` is complete, so it replaces every earlier one, and it is the same for all workers, which
+receive it in the replies to their heartbeats. It does not list the holders of a version: a receiver requests a few
+sources instead (``Located``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from asyncflow.weights.manifest import Manifest
 from asyncflow.weights.slices import Box
 
 WHOLE = ""
-"""Key of the layout of a worker that needs all of every tensor."""
+"""Key of the layout of a worker that needs every tensor in full."""
 
 
 class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One version, all parts of which were published. digest: of its manifest; nbytes: of its encoded manifest;
-    available: whether its holders together have every byte.
+    """One version of which all parts were published.
+
+    digest: of its manifest; nbytes: size of its encoded manifest; available: whether its holders together have every
+    byte.
     """
 
     version: int
@@ -34,7 +36,7 @@ class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The catalogue as workers see it. Versions are packed and in order.
 
-    required: steps that unfinished work needs; releasable: the versions that whoever holds them may forget.
+    required: steps that unfinished work needs; releasable: versions that their holders may drop.
     """
 
     required: tuple[int, ...]
@@ -42,11 +44,11 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     versions: tuple[VersionView, ...]
 
     def get(self, version: Version) -> VersionView | None:
-        """Return what is known of ``version``."""
+        """Return the entry of ``version``, or None."""
         return next((known for known in self.versions if known.version == version.packed), None)
 
     def find(self, step: int) -> Version | None:
-        """Return the available version of ``step``, that of the newest attempt, or None."""
+        """Return the available version of ``step`` by the newest attempt, or None."""
         return max((version for version in self.available if version.step == step), default=None)
 
     @property
@@ -59,21 +61,22 @@ EMPTY_VIEW = CatalogueView(required=(), releasable=(), versions=())
 
 
 def newest_step(view: CatalogueView) -> int | None:
-    """Want the newest version that is available: what a receiver wants unless its worker says otherwise."""
+    """Return the step of the newest available version: the default choice of the next version to pull."""
     return view.available[-1].step if view.available else None
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.publish`` (a ``ManifestPart``): whether all parts of the version have arrived."""
+    """Reply to ``weights.publish`` (a ``ManifestPart``). complete: whether all parts of the version have arrived."""
 
     complete: bool
 
 
 class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.held``: a worker has got a packed version and serves it at ``address``.
+    """Request of ``weights.held``: a worker holds a version (packed) and serves it at ``address``.
 
-    node: where it runs, "" if unknown; regions: None where it has all of it, else the box of each tensor; manifest: for
-    a catalogue that does not know it.
+    node: the worker's node, "" if unknown.
+    regions: the box of each tensor that it holds, None for the whole version.
+    manifest: the manifest, if the catalogue may not know the version.
     """
 
     worker: str
@@ -85,18 +88,19 @@ class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.held``. wanted: whether a version that is not known is to be told of with its manifest."""
+    """Reply to ``weights.held``. wanted: whether the worker is to repeat an unknown version with its manifest."""
 
     known: bool
     wanted: bool = True
 
 
 class Locate(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.locate``: from whom to pull a packed version that is available.
+    """Request of ``weights.locate``: the sources of an available version (packed).
 
-    worker, address: who asks, and where it serves what it gets as it gets it; layout: key of the boxes that it needs
-    (``layout_key``), None where it only wants the manifest; node: where it runs, "" if unknown; failed: workers that it
-    could get nothing from; manifest: whether it lacks the manifest.
+    worker: the receiver; address: where the receiver serves the parts that it has pulled.
+    layout: key of the boxes that it needs (``layout_key``), None if it needs only the manifest.
+    node: the receiver's node, "" if unknown; failed: workers from which it could not pull.
+    manifest: whether it needs the manifest.
     """
 
     worker: str
@@ -109,10 +113,10 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Whom to pull from.
+    """A source to pull from.
 
-    whole: whether it has what it offers already, or is getting it; regions: by tensor the box that it offers, None for
-    all that is needed.
+    whole: True if the source already has everything that it offers, False if it is still receiving.
+    regions: the box of each tensor that it offers, None for all that is needed.
     """
 
     worker: str
@@ -122,8 +126,10 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.locate``. published: whether the sources are publishers, who know but their parts of the
-    manifest; manifest: where it is lacking, and they are.
+    """Reply to ``weights.locate``.
+
+    published: whether the sources are publishers, which know only their own parts of the manifest.
+    manifest: the manifest, if it was requested and the sources are publishers, or if only the manifest was requested.
     """
 
     peers: tuple[PeerView, ...]
@@ -132,7 +138,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layout_key(boxes: Mapping[str, Box], manifest: Manifest) -> str:
-    """Return the key of a layout: "" where ``boxes`` are all of every tensor, else a digest of them."""
+    """Return the key of a layout: "" if ``boxes`` cover every tensor, otherwise a digest of the boxes."""
     if all(boxes.get(entry.name) == Box.whole(entry.shape) for entry in manifest.tensors):
         return WHOLE
     return blake2b(msgspec.msgpack.encode(sorted(boxes.items())), digest_size=8).hexdigest()

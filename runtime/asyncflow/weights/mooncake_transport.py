@@ -1,12 +1,12 @@
-"""Weights by Mooncake's Transfer Engine: a peer reads registered memory one-sided, over TCP, RDMA or Ascend's links.
+"""Weights by Mooncake's Transfer Engine: a peer reads registered memory one-sided, over TCP, RDMA or Ascend links.
 
-The environment says how, by Mooncake's own names: ``MOONCAKE_PROTOCOL`` (``tcp`` by default; ``rdma``, ``ascend``) and
-``MOONCAKE_DEVICE`` (its network devices, all by default). The traps: a read that fails says nothing but -1; too many
-regions on their way to one peer end in -1 for ever; a peer that hangs is waited for by the library itself, 5 s without
-progress over TCP; its ports listen on all interfaces and know no keys.
+The environment configures it, by Mooncake's own variables: ``MOONCAKE_PROTOCOL`` (``tcp`` by default; ``rdma``,
+``ascend``) and ``MOONCAKE_DEVICE`` (its network devices, all by default). Known limitations of the library: a failed
+read returns only -1; too many regions in flight to one peer make every following read return -1; for a hanging peer the
+library itself waits, 5 s without progress over TCP; its ports listen on all interfaces and are not authenticated.
 
-Invariants: a read is into memory of the pool, which is used again only when the library has returned; no call of the
-library runs on the event loop; memory that cannot be registered holds versions all the same, which then go over the
+Invariants: a read goes into memory of the pool, which is reused only after the library call has returned. No call of
+the library runs on the event loop. Memory that cannot be registered still holds versions, which then travel over the
 host network.
 """
 
@@ -35,7 +35,7 @@ _THREADS = 8
 
 
 class MooncakeTransport(PlacedTransport):
-    """Weights by one-sided reads. Options as in ``FastTransport``; Mooncake uses the host of ``bind`` for its ports."""
+    """Weights by one-sided reads. Options as in ``FastTransport``; Mooncake opens its ports on the host of ``bind``."""
 
     def __init__(self, *, bind: str = "tcp://127.0.0.1:*", **options: Any) -> None:
         super().__init__(bind=bind, **options)
@@ -45,7 +45,7 @@ class MooncakeTransport(PlacedTransport):
 
     @classmethod
     def check(cls) -> None:
-        """See that Mooncake is installed, and what of the system it needs."""
+        """Check that Mooncake and the system libraries that it needs are installed."""
         _library()
 
     async def prepare(self) -> None:
@@ -54,14 +54,14 @@ class MooncakeTransport(PlacedTransport):
         self.door = f"{self._host}:{self._engine.get_rpc_port()}"
 
     async def close(self) -> None:
-        """Serve no longer: peers that read later are refused, so the memory may go when its last view is gone."""
+        """Stop serving, and unregister all memory, so that late reads of peers are refused."""
         await super().close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.batch_unregister_memory, list(self.pool.blocks))
 
     def make(self, nbytes: int) -> Block:
-        """Make memory and register it."""
+        """Allocate memory and register it."""
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         block = Block(mapping, address_of(memoryview(mapping)), nbytes)
         if (code := self._engine.register_memory(block.address, nbytes)) != 0:
@@ -71,7 +71,7 @@ class MooncakeTransport(PlacedTransport):
     async def reach(
         self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
-        """Read into memory of the pool. Raises PeerLost where the library says that it could not."""
+        """Read into memory of the pool. Raises PeerLost if the library reports a failure."""
         del line
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._read_there, door, pointers, sizes)
@@ -79,22 +79,22 @@ class MooncakeTransport(PlacedTransport):
     def _read_there(self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int]) -> list[memoryview]:
         buffer = self.pool.take(max(sum(sizes), self.chunk_bytes))
         starts = list(itertools.accumulate(sizes[:-1], initial=0))
-        here = [address_of(buffer) + start for start in starts]
-        there = [pointer.block + pointer.offset for pointer in pointers]
-        if (code := self._engine.batch_transfer_sync_read(door, here, there, list(sizes))) != 0:
+        local = [address_of(buffer) + start for start in starts]
+        remote = [pointer.block + pointer.offset for pointer in pointers]
+        if (code := self._engine.batch_transfer_sync_read(door, local, remote, list(sizes))) != 0:
             raise PeerLost(f"Mooncake could not read {sum(sizes)} bytes: {code}", where=door)
         return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def _library() -> ModuleType:
-    """Import Mooncake's Transfer Engine. Raises ManifestError where it is not installed."""
+    """Import Mooncake's Transfer Engine. Raises ManifestError if it is not installed."""
     return load_mooncake("mooncake.engine", where="spec.weightSync.transport", log_level=3)
 
 
 def _engine(host: str) -> Any:
-    """Start an engine that others reach at ``host``. Raises ManifestError where the library is not installed."""
+    """Start an engine that peers reach at ``host``. Raises ManifestError if the library is not installed."""
     engine = _library().TransferEngine()
     protocol, device = os.environ.get(PROTOCOL_ENV, "tcp"), os.environ.get(DEVICE_ENV, "")
     if (code := engine.initialize(host, "P2PHANDSHAKE", protocol, device)) != 0:
-        raise AsyncFlowError(f"Mooncake's engine does not start with {protocol!r} and {device!r}: {code}", where=host)
+        raise AsyncFlowError(f"Mooncake's engine failed to start with {protocol!r} and {device!r}: {code}", where=host)
     return engine

@@ -1,10 +1,10 @@
-"""Weights over pairs: a process group of torch.distributed for two, made for one pull, between holder and receiver.
+"""Weights over pairs: a torch.distributed process group of holder and receiver, created for one pull.
 
-Over a call the receiver asks for a pair, and then for one chunk after another, which the holder sends over the group.
-The back end is the one that the accelerators of both have (``nccl``, ``hccl``), else ``gloo``.
+The receiver requests a pair by a call, then requests one chunk after another by calls; the holder sends each over the
+group. The back end is the one that the accelerators of both sides have (``nccl``, ``hccl``), otherwise ``gloo``.
 
-Invariants: no group has more than two members, so nobody waits for a third; a holder ends a pair whose receiver has
-asked for nothing during ``IDLE`` deadlines; torch is imported before a worker says where it serves, in a thread.
+Invariants: a group has exactly two members, so no process waits for a third. A holder ends a pair whose receiver has
+requested nothing for ``IDLE`` deadlines. torch is imported in a thread, before a worker announces its address.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CALL_S = 600.0
 
 
 class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.pair``: make a pair with the caller, with one of these back ends, the first the best."""
+    """Request of ``weights.pair``: create a pair with the caller, with one of these back ends, the best one first."""
 
     collectives: tuple[str, ...]
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.pair``: the number of the pair, its back end, and where its store is, for a few seconds."""
+    """Reply to ``weights.pair``: the number of the pair, its back end, and the address of its store."""
 
     pair: int
     collective: str
@@ -55,9 +55,10 @@ class PairReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.send``: send regions of a packed version over a pair; none: end it.
+    """Request of ``weights.send``: send regions of a packed version over a pair. No regions: end the pair.
 
-    checked: and answer with the digest of each; wait_s: how long the holder may wait for what it has not got yet.
+    checked: whether the reply must contain the digest of each region; wait_s: how long the holder may wait for data
+    that it does not have yet.
     """
 
     pair: int
@@ -68,14 +69,16 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.send``."""
+    """Reply to ``weights.send``."""
 
     digests: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
 class _Serving:
-    """A pair of this holder. making: ends with the pair; turn: one chunk is sent at a time; idle: ends the pair."""
+    """A pair of this holder. making: the creation of the group; turn: serialises chunks; idle: timer that ends the
+    pair.
+    """
 
     making: asyncio.Future[Any]
     idle: asyncio.TimerHandle
@@ -83,7 +86,7 @@ class _Serving:
 
 
 class PairsTransport(FastTransport):
-    """Weights over pairs. device, collective: as in ``open_transport``; other options as in ``FastTransport``."""
+    """Weights over pairs. device, collective: as in ``open_transport``; options: as in ``FastTransport``."""
 
     def __init__(
         self, *, bind: str = "tcp://127.0.0.1:*", device: str = "cpu", collective: str = _GLOO, **options: Any
@@ -102,12 +105,12 @@ class PairsTransport(FastTransport):
 
     @classmethod
     def device_options(cls, device: str, collective: str) -> dict[str, Any]:
-        """Return both."""
+        """Return the device and the back end."""
         return {"device": device, "collective": collective}
 
     @classmethod
     def check(cls) -> None:
-        """See that torch is there."""
+        """Check that torch is installed."""
         if find_spec("torch") is None:
             raise _lacks_torch("it is not installed")
 
@@ -116,7 +119,7 @@ class PairsTransport(FastTransport):
         self._torch = await asyncio.to_thread(_torch)
 
     async def close(self) -> None:
-        """Serve no longer, and end every pair."""
+        """Stop serving, and end every pair."""
         await super().close()
         for pair in list(self._serving):
             self._end(pair)
@@ -128,23 +131,23 @@ class PairsTransport(FastTransport):
         return PairLine(self, client, version, checked=checked)
 
     async def ask(self, client: RpcClient) -> PairReply:
-        """Ask a holder for a pair."""
+        """Request a pair from a holder."""
         return await client.call(
             "weights.pair", PairRequest(collectives=self._collectives), PairReply, timeout=self.deadline_s
         )
 
     def join(self, reply: PairReply) -> asyncio.Future[Any]:
-        """Join the pair that a holder makes. Raises PeerLost."""
+        """Join the pair that a holder creates. Raises PeerLost, ProtocolError for a back end that was not requested."""
         if reply.collective not in self._collectives:
-            raise ProtocolError(f"a pair by {reply.collective!r} was not asked for", where=reply.host)
+            raise ProtocolError(f"the pair uses {reply.collective!r}, which was not requested", where=reply.host)
         return self._make(reply)
 
-    def in_thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-        """Do what blocks, until the deadline at most, in a thread. Raises PeerLost for what torch raises."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *given)
+    def in_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Run a blocking function in a thread. Raises PeerLost for an error of torch."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *arguments)
 
     def receive(self, pair: Any, nbytes: int) -> asyncio.Future[Any]:
-        """Receive bytes, in a thread of those that do nothing else: no pull of others takes one from what is sent."""
+        """Receive bytes in a thread reserved for receiving, so that pulls by peers never occupy all threads."""
         return asyncio.get_running_loop().run_in_executor(self._receiving, _translated, pair.receive, nbytes)
 
     def _make(self, reply: PairReply, **listener: Any) -> asyncio.Future[Any]:
@@ -165,7 +168,7 @@ class PairsTransport(FastTransport):
     async def _pair(self, request: PairRequest, _frames: Sequence[memoryview]) -> PairReply:
         collective = next((name for name in request.collectives if name in self._collectives), "")
         if not collective:
-            raise Refused(f"no back end of {', '.join(request.collectives)} is here", where=self.name)
+            raise Refused(f"none of the back ends {', '.join(request.collectives)} is available", where=self.name)
         listener, port = self._torch.listen(self._host)
         number = next(self._numbers)
         reply = PairReply(pair=number, collective=collective, host=self._host, port=port, prefix=secrets.token_hex(16))
@@ -177,7 +180,7 @@ class PairsTransport(FastTransport):
     async def _send(self, request: SendRequest, _frames: Sequence[memoryview]) -> Sent:
         serving = self._serving.get(request.pair)
         if serving is None:
-            raise Refused(f"there is no pair {request.pair}", where=self.name)
+            raise Refused(f"pair {request.pair} does not exist", where=self.name)
         if not request.regions:
             self._end(request.pair)
             return Sent(digests=())
@@ -205,7 +208,7 @@ class PairsTransport(FastTransport):
 
 
 class PairLine(Line):
-    """A pair with a source, and one chunk after another over it."""
+    """A pair with a source, over which one chunk after another travels."""
 
     def __init__(self, transport: PairsTransport, client: RpcClient, version: Version, *, checked: bool) -> None:
         self._transport = transport
@@ -217,19 +220,19 @@ class PairLine(Line):
         self._pair: Any = None
 
     async def open(self) -> None:
-        """Make the pair."""
+        """Create the pair."""
         reply = await self._transport.ask(self._client)
         self._number = reply.pair
         self._pair = await self._transport.join(reply)
 
     async def bring(self, regions: Sequence[Region]) -> Chunk:
-        """Ask for regions, and receive them."""
+        """Request regions, and receive them."""
         sizes = [region.nbytes for region in regions]
         async with self._turn:
-            coming = self._transport.receive(self._pair, sum(sizes))
-            coming.add_done_callback(_seen)
+            received = self._transport.receive(self._pair, sum(sizes))
+            received.add_done_callback(_seen)
             sent = await self._ask(regions, timeout=_CALL_S)
-            data = (await coming).data
+            data = (await received).data
         starts = itertools.accumulate(sizes[:-1], initial=0)
         frames = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         return Chunk(frames, sent.digests)
@@ -254,7 +257,7 @@ class PairLine(Line):
 
 
 def _torch() -> Any:
-    """Import the part that needs torch. Raises ManifestError where that is not installed."""
+    """Import the module that needs torch. Raises ManifestError if torch is not installed."""
     try:
         with importing():
             return importlib.import_module("asyncflow.weights.torch_pair")
@@ -267,9 +270,9 @@ def _lacks_torch(why: str) -> ManifestError:
     return ManifestError(f"torch cannot be imported: {why}", where="spec.weightSync.transport", hint=hint)
 
 
-def _translated(work: Callable[..., T], *given: Any) -> T:
+def _translated(work: Callable[..., T], *arguments: Any) -> T:
     try:
-        return work(*given)
+        return work(*arguments)
     except (RuntimeError, ValueError, AttributeError, ImportError, OSError) as error:
         raise PeerLost(f"the pair failed: {f'{error}'.partition(chr(10))[0]}") from error
 
@@ -279,6 +282,6 @@ def _close(pair: Any) -> None:
 
 
 def _seen(done: asyncio.Future[Any]) -> None:
-    """Take note of an error that somebody else hears of, too, or that nobody needs to."""
+    """Retrieve the error of a future, so that asyncio does not log it: another caller handles it, or none has to."""
     if not done.cancelled():
         done.exception()

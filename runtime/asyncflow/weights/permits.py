@@ -1,12 +1,12 @@
-"""Permits of a staggered update as a service of whoever serves the catalogue: ``weights.permit``, which waits, and
-``weights.changed``.
+"""Service of the permits of a staggered update: ``weights.permit``, which waits, and ``weights.changed``.
 
-Rollouts share the permits of their job, the followers of one WeightSync, a *fleet*, those of that.
+The rollouts of a job share its permits. The followers of one WeightSync, a *fleet*, share permits of their own.
 
-Invariants: an instance that is granted a permit has it until it says that its weights are changed, or is gone; one that
-asks again after an answer was lost is told the same; a driver that was restarted knows of no permit, and grants new
-ones. A permit whose end could not be reported costs nobody more than the patience of ``flow.stagger``. A follower that
-gets no answer any more, because what it follows is over, changes its weights in its turn all the same.
+Invariants: an instance keeps its permit until it reports that it has changed its weights, or until it leaves. An
+instance that repeats a request after a lost reply receives the same reply. A restarted driver knows no permits and
+grants new ones. A permit whose end could not be reported delays other instances at most for the patience of
+``flow.stagger``. A follower that receives no more replies, because its job has ended, still changes its weights in
+its turn.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 10.0
 _CALL_S = 10.0
-_UNHEARD_S = (60.0, 300.0)
-"""Seconds, drawn from between these, after which a follower goes on by itself where nobody has told it its turn."""
+_NO_REPLY_S = (60.0, 300.0)
+"""Range of the random number of seconds after which a follower that never gets a reply proceeds without a permit."""
 
 
 class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.permit``. version: packed, of the weights that the worker has loaded.
 
-    Of a follower, fleet: name of the WeightSync that it follows by; stagger: most of these that change weights at once,
-    as that says.
+    For a follower, fleet: name of its WeightSync; stagger: most followers that change weights at the same time, as the
+    WeightSync says.
     """
 
     worker: str
@@ -50,9 +50,9 @@ class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PermitReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.permit``: False where the worker is to ask again.
+    """Reply to ``weights.permit``. granted: False if the worker must ask again.
 
-    alone_s: seconds from now after which it may go on by itself if it gets no answer any more.
+    alone_s: seconds from now after which it may change weights without a permit, if it receives no more replies.
     """
 
     granted: bool
@@ -60,18 +60,20 @@ class PermitReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.changed``: a worker has changed its weights, or does not want to any more."""
+    """Request of ``weights.changed``: a worker has changed its weights, or no longer wants to."""
 
     worker: str
 
 
 class WeightsChangedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.changed``."""
+    """Reply to ``weights.changed``."""
 
 
 class _Group:
-    """Workers that share permits. supply: what is known now, None for a fleet; members: those that have asked and are
-    there; stagger: of a fleet, most that change weights at once.
+    """Workers that share permits.
+
+    supply: returns the current figures of the job, None for a fleet; members: workers that have requested a permit and
+    have not left; stagger: for a fleet, most workers that change weights at the same time.
     """
 
     def __init__(self, permits: Permits, *, supply: Callable[[], Supply] | None = None) -> None:
@@ -82,7 +84,7 @@ class _Group:
         self._supply = supply
 
     def alone_s(self, worker: str) -> float:
-        """Return after how many seconds a worker of a fleet may go on by itself; 0 for one of the job."""
+        """Return the seconds after which a follower may proceed without a permit; 0 for a worker of the job."""
         rank = sum(other < worker for other in self.members)
         return self.permits.alone_s(rank, self._fleet) if self._supply is None else 0.0
 
@@ -91,24 +93,25 @@ class _Group:
         return FollowerFleet(size=len(self.members), stagger=self.stagger)
 
     def look(self, *, now: float) -> None:
-        """Grant what may be granted now."""
+        """Grant every permit that is allowed now."""
         supply = self._fleet if self._supply is None else self._supply()
         for worker in self.permits.grant(supply, now=now):
-            log.debug("%s may change its weights; %d do", worker, len(self.permits.out))
+            log.debug("%s may change its weights; %d workers hold a permit", worker, len(self.permits.out))
             if (asking := self.asking.pop(worker, None)) is not None and not asking.done():
                 asking.set_result(None)
 
     def leave(self, worker: str, *, now: float) -> None:
-        """Forget a worker."""
+        """Remove a worker."""
         self.members.discard(worker)
         self.permits.leave(worker)
         self.look(now=now)
 
 
 class PermitService:
-    """Grants permits on ``server``; must be made before the server starts.
+    """Grants permits on ``server``; must be created before the server starts.
 
-    permits, supply: of the job's rollouts, and what is known now; None where these change weights when they can.
+    permits, supply: permits of the job's rollouts, and a function that returns the current figures; None if rollouts
+    change weights without permits.
     """
 
     def __init__(
@@ -121,12 +124,12 @@ class PermitService:
         server.route("weights.changed", WeightsChanged, self._changed)
 
     def look(self) -> None:
-        """Grant what may be granted now; to be called when the supply has changed."""
+        """Grant every permit that is allowed now. Call it when the supply has changed."""
         if self._rollouts is not None:
             self._rollouts.look(now=self._now())
 
     def leave(self, worker: str) -> None:
-        """Forget a worker that is gone."""
+        """Remove a worker that has ended."""
         for group in self._with(worker):
             group.leave(worker, now=self._now())
         self._fleets = {name: group for name, group in self._fleets.items() if group.members}
@@ -136,7 +139,7 @@ class PermitService:
         return [group for group in groups if worker in group.members]
 
     def _group_of(self, request: PermitRequest) -> _Group:
-        """Return those with whom a worker shares permits. Raises Refused where it needs none."""
+        """Return the group in which a worker shares permits. Raises Refused if the worker needs no permit."""
         place = place_of(request.worker)
         if place is not None and place[0] == FOLLOWER:
             group = self._fleets.setdefault(request.fleet, _Group(Permits()))
@@ -171,10 +174,11 @@ class PermitService:
 
 
 class SwapPermits:
-    """The permits of one worker. membership: gives the client to the driver, or to the publisher; worker: its id.
+    """Client of the permit service for one worker.
 
-    Of a follower, fleet: name of its WeightSync; stagger: most that change weights at once, as that says. waiting:
-    whether a permit is waited for.
+    membership: provides the client to the driver or to the publisher; worker: the worker's id.
+    For a follower, fleet: name of its WeightSync; stagger: most followers that change weights at the same time, as the
+    WeightSync says. waiting: whether the worker is waiting for a permit.
     """
 
     def __init__(self, *, membership: Membership, worker: str, fleet: str = "", stagger: int | None = None) -> None:
@@ -187,15 +191,15 @@ class SwapPermits:
 
     @contextlib.asynccontextmanager
     async def permit(self, version: Version) -> AsyncIterator[None]:
-        """Hold a permit, from ``take`` to ``give_back``."""
+        """Hold a permit inside the context: ``take`` at its start, ``give_back`` at its end."""
         await self.take(version)
         yield
         await self.give_back()
 
     async def take(self, version: Version) -> None:
-        """Wait for a permit, however long; version: that of the weights that are loaded.
+        """Wait for a permit, without a limit. version: of the loaded weights.
 
-        A follower that gets no answer any more goes on by itself in its turn, as it was told last.
+        A follower that receives no more replies proceeds when its turn comes, as the last reply says.
         """
         self.waiting = True
         try:
@@ -204,31 +208,31 @@ class SwapPermits:
             self.waiting = False
 
     async def give_back(self) -> None:
-        """Say that the weights are changed, again where no answer comes."""
-        said = WeightsChanged(worker=self._worker)
+        """Report that the weights are changed, with retries."""
+        request = WeightsChanged(worker=self._worker)
 
-        async def say() -> None:
-            await self._driver.call("weights.changed", said, WeightsChangedReply, timeout=_CALL_S)
+        async def report() -> None:
+            await self._driver.call("weights.changed", request, WeightsChangedReply, timeout=_CALL_S)
 
         try:
-            await retry(say, what="saying that the weights are changed", timeout=_CALL_S)
+            await retry(report, what="reporting that the weights are changed", timeout=_CALL_S)
         except AsyncFlowError as error:
-            log.warning("the driver does not hear that the weights are changed: %s", error)
+            log.warning("could not report to the driver that the weights are changed: %s", error)
 
     async def _granted(self, version: Version) -> None:
         now = asyncio.get_running_loop().time
-        heard, alone_s = now(), random.uniform(*_UNHEARD_S)
+        replied, alone_s = now(), random.uniform(*_NO_REPLY_S)
         request = PermitRequest(worker=self._worker, version=version.packed, fleet=self._fleet, stagger=self._stagger)
         while True:
             try:
                 reply = await self._driver.call("weights.permit", request, PermitReply, timeout=_WAIT_S + _CALL_S)
             except AsyncFlowError as error:
-                if self._fleet and now() - heard >= alone_s:
-                    log.warning("nobody answers who may change weights; it is this one's turn: %s", error)
+                if self._fleet and now() - replied >= alone_s:
+                    log.warning("no reply to permit requests; this follower changes its weights now: %s", error)
                     return
                 await self._outage.wait(error)
                 continue
             self._outage.end()
             if reply.granted:
                 return
-            heard, alone_s = now(), reply.alone_s
+            replied, alone_s = now(), reply.alone_s

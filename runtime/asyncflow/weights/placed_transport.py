@@ -1,11 +1,12 @@
-"""Weights that peers read where they lie, in memory that this process shares with them or has registered for them.
+"""Base of transports by which peers read weights in place, in memory that this process shares or has registered.
 
-A peer asks where regions lie, and is given a *lease*: the memory stays as it is until the peer says that it has read
-it, or ``LEASE_S`` seconds. Regions whose bytes are not in one run (columns of a matrix) are packed for the peer.
+A peer requests the location of regions and receives a *lease*: the memory stays unchanged until the peer reports that
+it has read it, at most for ``LEASE_S`` seconds. Regions whose bytes are not contiguous (columns of a matrix) are copied
+into contiguous memory for the peer.
 
-Invariants: all memory is made by ``Pool``, which keeps it until the transport is closed, and uses it again for later
-versions; so a peer that reads too late reads other bytes, which digests find, and never memory that is gone. Only a
-peer whose certificate says that it is of the job learns where memory lies.
+Invariants: all memory is created by ``Pool``, which keeps it until the transport is closed and reuses it for newer
+versions. A peer that reads too late therefore reads other bytes, which digests detect, never unmapped memory. Only a
+peer whose certificate belongs to the job learns the location of memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CALL_S = 600.0
 
 
 class Block(NamedTuple):
-    """Memory of a pool. address: where it begins in this process, its name for peers; file: its descriptor, or -1."""
+    """Memory of a pool. address: its start in this process, its name for peers; file: its file descriptor, or -1."""
 
     mapping: mmap
     address: int
@@ -46,7 +47,7 @@ class Block(NamedTuple):
 
 
 class Pool:
-    """Memory that is used again when no view of it is left. make: makes blocks, in any thread."""
+    """Memory blocks that are reused when no view of them is left. make: creates a block, in any thread."""
 
     def __init__(self, make: Callable[[int], Block]) -> None:
         self._make = make
@@ -56,7 +57,7 @@ class Pool:
         self.blocks: dict[int, Block] = {}
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory of so many bytes; what is in it is arbitrary. It is taken back when its last view is gone."""
+        """Return ``nbytes`` of memory with arbitrary content. It returns to the pool when its last view is deleted."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())
@@ -67,12 +68,12 @@ class Pool:
             else:
                 block = self._make(max(nbytes, 1))
                 self.blocks[block.address] = block
-        there = np.frombuffer(block.mapping, np.uint8, nbytes)
-        weakref.finalize(there, self._returned.append, block).atexit = False
-        return there.data
+        array = np.frombuffer(block.mapping, np.uint8, nbytes)
+        weakref.finalize(array, self._returned.append, block).atexit = False
+        return array.data
 
     def find(self, data: memoryview) -> Pointer | None:
-        """Return where bytes lie; None where that is not in this pool."""
+        """Return the location of bytes, or None if they are not in this pool."""
         address = address_of(data)
         for block in list(self.blocks.values()):
             if block.address <= address and address + data.nbytes <= block.address + block.nbytes:
@@ -81,22 +82,22 @@ class Pool:
 
 
 def address_of(data: memoryview) -> int:
-    """Return where bytes, at least one, begin in this process."""
+    """Return the start address, in this process, of at least one byte."""
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 class Pointer(msgspec.Struct, frozen=True, array_like=True):
-    """Where bytes lie: in the block that begins at address ``block`` of its process, from ``offset`` on."""
+    """Location of bytes: the block that starts at address ``block`` of its process, and the offset in it."""
 
     block: int
     offset: int
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.place``: where regions of a packed version lie.
+    """Request of ``weights.place``: the location of regions of a packed version.
 
-    checked: and the digest of each; wait_s: how long the holder may wait for what it has not got yet; done: leases that
-    are needed no more.
+    checked: whether the reply must contain the digest of each region; wait_s: how long the holder may wait for data
+    that it does not have yet; done: leases that are no longer needed.
     """
 
     version: int
@@ -107,7 +108,7 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pointers(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.place``. door: where the memory of that process can be reached."""
+    """Reply to ``weights.place``. door: address at which the memory of that process can be reached."""
 
     lease: int
     door: str
@@ -116,14 +117,14 @@ class Pointers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Lease(NamedTuple):
-    """views: which keep the memory; expiry: when it ends by itself."""
+    """A lease. views: keep the memory allocated; expiry: timer that ends the lease."""
 
     views: list[memoryview]
     expiry: asyncio.TimerHandle
 
 
 class PlacedTransport(FastTransport):
-    """Base of transports by which peers read memory where it lies. door: see ``Pointers``, set by ``prepare``."""
+    """Base of transports by which peers read memory in place. door: see ``Pointers``; set by ``prepare``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -135,20 +136,20 @@ class PlacedTransport(FastTransport):
         self._server.route("weights.place", PlaceRequest, self._place)
 
     async def close(self) -> None:
-        """Serve no longer, and end every lease."""
+        """Stop serving, and end every lease."""
         await super().close()
         for lease in list(self._leases):
             self._end(lease)
 
     @abstractmethod
     def make(self, nbytes: int) -> Block:
-        """Make memory that peers can reach, at least so many bytes; in any thread. Raises AsyncFlowError or OSError."""
+        """Create at least ``nbytes`` of memory for peers to reach; in any thread. Raises AsyncFlowError or OSError."""
 
     @abstractmethod
     async def reach(
         self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
-        """Return the bytes at pointers behind a peer's door: copies of them, or views. Raises PeerLost."""
+        """Return the bytes at the pointers of a peer with that door: copies or views. Raises PeerLost."""
 
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> PlacedLine:
         """Return the line of a pull."""
@@ -168,7 +169,9 @@ class PlacedTransport(FastTransport):
     def _placed(
         self, data: list[memoryview], checked: bool
     ) -> tuple[tuple[Pointer, ...], list[memoryview], tuple[str, ...]]:
-        """Return where bytes lie, views of them there, and their digests; what lies elsewhere is copied there."""
+        """Return the pool locations of the data, views that keep it, and its digests; data outside the pool is copied
+        in.
+        """
         found = [self.pool.find(part) for part in data]
         loose = [part for part, pointer in zip(data, found, strict=True) if pointer is None]
         views = [part for part, pointer in zip(data, found, strict=True) if pointer is not None]
@@ -176,11 +179,11 @@ class PlacedTransport(FastTransport):
             size = sum(part.nbytes for part in loose)
             packed = self.pool.take(1 << max(size - 1, _LEAST - 1).bit_length())
             views.append(packed)
-            at = self.pool.find(packed)
-            assert at is not None
+            start = self.pool.find(packed)
+            assert start is not None
             np.concatenate([np.frombuffer(part, np.uint8) for part in loose], out=np.frombuffer(packed, np.uint8, size))
-            starts = itertools.accumulate((part.nbytes for part in loose), initial=at.offset)
-            found = [Pointer(at.block, next(starts)) if pointer is None else pointer for pointer in found]
+            starts = itertools.accumulate((part.nbytes for part in loose), initial=start.offset)
+            found = [Pointer(start.block, next(starts)) if pointer is None else pointer for pointer in found]
         return tuple(pointer for pointer in found if pointer is not None), views, digests_of(data) if checked else ()
 
     def _end(self, number: int) -> None:
@@ -190,7 +193,7 @@ class PlacedTransport(FastTransport):
 
 
 class PlacedLine(Line):
-    """Reads what a source's calls say where it lies. seen: what ``reach`` keeps for the pull."""
+    """Reads regions at the locations that the source replies. seen: memory that ``reach`` keeps for the pull."""
 
     def __init__(self, transport: PlacedTransport, client: RpcClient, version: Version, *, checked: bool) -> None:
         self.seen: dict[int, memoryview] = {}
@@ -202,14 +205,14 @@ class PlacedLine(Line):
         self._ended: list[int] = []
 
     async def open(self) -> None:
-        """Do nothing: the first call reaches the source."""
+        """Do nothing: the first call connects to the source."""
 
     async def bring(self, regions: Sequence[Region]) -> Chunk:
-        """Ask where regions lie, and read them there."""
+        """Request the location of regions, and read them there."""
         found = await self._ask(regions, timeout=_CALL_S)
         self._leases.add(found.lease)
         if len(found.pointers) != len(regions):
-            raise ProtocolError(f"{self._version}: the answer is not to what was asked", where=self._client.name)
+            raise ProtocolError(f"{self._version}: the reply does not match the request", where=self._client.name)
         sizes = [region.nbytes for region in regions]
         frames = await self._transport.reach(found.door, found.pointers, sizes, self)
         return Chunk(frames, found.digests, found.lease)
@@ -220,7 +223,7 @@ class PlacedLine(Line):
         self._ended.append(chunk.lease)
 
     async def end(self) -> None:
-        """End the leases that are left."""
+        """End the remaining leases."""
         self.seen.clear()
         self._ended += self._leases
         if self._ended:

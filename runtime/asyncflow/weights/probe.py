@@ -1,10 +1,10 @@
-"""A few tokens and the log-probs that the publisher's model gives them, published with a version as two tensors more.
+"""Probe of a version: a few tokens and the log-probs that the publisher's model gives them, as two extra tensors.
 
-Whoever loads the version asks its own model for the same log-probs, whatever layout and kernels that model has. A
-tensor that was not loaded at all shows by the size of the difference; a model that still has the version before shows
-where the two differ by more than rounding does.
+A process that has loaded the version computes the same log-probs with its own model, whatever its layout and kernels.
+A tensor that was not loaded appears as a large difference. A model that still has the previous version is detected if
+the two versions differ by more than rounding.
 
-Invariant: a probe belongs to the very weights that it is published with; it is never handed to a model as a weight.
+Invariant: a probe belongs to the weights that it is published with. It is never passed to a model as a weight.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from asyncflow.weights.slices import AnyArray
 
 TOKENS = 32
-"""Tokens of a probe at most."""
-_TELLING = 4.0
-"""Factor by which a change of the weights has to exceed rounding, so that the version before can be told."""
+"""Most tokens of a probe."""
+_DISTINCT = 4.0
+"""Factor by which a change of the weights must exceed rounding for the previous version to be detected."""
 _IDS = "asyncflow.probe.ids"
 _LOGPROBS = "asyncflow.probe.logprobs"
 
 
 class WeightProbe(NamedTuple):
-    """ids int32[n]; logprobs float32[n - 1]: log p(ids[i] | ids[:i]) for i >= 1, at temperature 1."""
+    """A probe. ids int32[n]; logprobs float32[n - 1]: log p(ids[i] | ids[:i]) for i >= 1, at temperature 1."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -37,21 +37,21 @@ class WeightProbe(NamedTuple):
         return {_IDS: self.ids, _LOGPROBS: self.logprobs}
 
     def shortened(self, tokens: int) -> WeightProbe:
-        """Return the probe of the first ``tokens`` tokens, for a model that takes no more."""
+        """Return the probe of the first ``tokens`` tokens, for a model with fewer positions."""
         return WeightProbe(self.ids[:tokens], self.logprobs[: max(0, tokens - 1)])
 
 
 class Proved(NamedTuple):
-    """The probe of a version that was loaded, and by how much the loaded model's log-probs differed on average."""
+    """The probe of a version that was loaded, and the mean difference of the loaded model's log-probs from it."""
 
     probe: WeightProbe
     gap: float
 
 
 def refuted(found: NDArray[np.float32], probe: WeightProbe, *, before: Proved | None, limit: float) -> str | None:
-    """Return why ``found`` cannot be of the weights of ``probe``, None where it can.
+    """Return why ``found`` cannot come from the weights of ``probe``, or None if it can.
 
-    before: of the version that was loaded before; limit: most by which log-probs may differ on average.
+    before: result of the previously loaded version; limit: largest allowed mean difference of log-probs.
     """
     gap = _apart(found, probe.logprobs)
     if not gap <= limit:
@@ -59,7 +59,7 @@ def refuted(found: NDArray[np.float32], probe: WeightProbe, *, before: Proved | 
     if before is None or len(before.probe.logprobs) != len(found):
         return None
     change = _apart(before.probe.logprobs, probe.logprobs)
-    if change > _TELLING * before.gap and _apart(found, before.probe.logprobs) < gap:
+    if change > _DISTINCT * before.gap and _apart(found, before.probe.logprobs) < gap:
         return f"log-probs of {len(found)} tokens are those of the version before, which differs by {change:.3g}"
     return None
 
@@ -69,12 +69,12 @@ def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 
 def probe_ids(*, vocabulary: int, most: int) -> NDArray[np.int32]:
-    """Return the ids of a probe of a model with so many tokens and at most so many positions: the same ones always."""
+    """Return the ids of a probe for a model with a vocabulary and ``most`` positions: always the same ones."""
     return np.random.default_rng(0).integers(vocabulary, size=min(TOKENS, most), dtype=np.int32)
 
 
 def split_probe(tensors: Mapping[str, AnyArray]) -> tuple[Mapping[str, AnyArray], WeightProbe | None]:
-    """Return the weights among ``tensors``, and the probe where there is one."""
+    """Return the weights among ``tensors``, and the probe if there is one."""
     weights = {name: tensor for name, tensor in tensors.items() if not is_probe(name)}
     if len(weights) == len(tensors):
         return tensors, None

@@ -1,10 +1,12 @@
-"""The rollout's side: it pulls versions into host memory at its own pace, while generation goes on, and serves them.
+"""The rollout's side: pulls versions into host memory while generation continues, and serves them to peers.
 
-Invariants: an arena's arrays are returned only when every byte was checked; a version in use, staged or waited for is
-never dropped, nor one that differences refer to; only the event loop's idle moments and threads that release the GIL
-are used, so the engine is not held up. What was checked of a version on its way is served to peers already. What a
-caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer version only if no
-unfinished step needs it.
+Invariants:
+* An arena's arrays are returned only after every byte was checked.
+* A version is never dropped while it is in use, staged, waited for, or the base of differences.
+* The receiver uses only idle time of the event loop and threads that release the GIL, so it does not delay the engine.
+* Checked parts of an arriving version are served to peers immediately.
+* A version that a caller waits for takes precedence over the version that the worker wants. An unfinished transfer is
+  cancelled for a newer version only if no unfinished step needs it.
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ log = logging.getLogger(__name__)
 _CALL_S = 10.0
 _RECORDS = 256
 _LONGER = 1.5
-"""So many times as long as the fastest of the last transfers one may take before another source is asked for."""
+"""A transfer may take this multiple of the fastest recent one before the receiver looks for another source."""
 _USUAL = 4
 
 Layout = Callable[[str, tuple[int, ...]], Box | None]
-"""Says which box of a tensor (name, shape) a receiver needs; None: nothing of it."""
+"""Returns the box of a tensor (name, shape) that a receiver needs, or None if it does not need the tensor."""
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Box | None:
-    """Need all of every tensor."""
+    """Return the box of the whole tensor: the layout of a receiver that needs everything."""
     del name
     return Box.whole(shape)
 
 
 class WeightReceiver:
-    """Pulls the versions that ``want`` names, and those that ``ensure`` asks for.
+    """Pulls the versions that ``want`` selects, and those that callers request by ``ensure``.
 
-    membership: gives the client to the driver; worker: id of this worker; transport: made for this receiver alone;
-    node: where it runs, "" if unknown; want: the step to fetch next given the catalogue, None for nothing (asked again
-    at every change, see ``notify``); layout: what is needed of each tensor; on_transfer: called with the record of
-    every finished transfer.
+    membership: provides the client to the driver; worker: id of this worker; transport: owned by this receiver.
+    node: the worker's node, "" if unknown.
+    want: returns the step to fetch next for a catalogue, None for nothing; evaluated at every change (see ``notify``).
+    layout: the needed box of each tensor; on_transfer: called with the record of every finished transfer.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class WeightReceiver:
 
     @property
     def view(self) -> CatalogueView:
-        """The catalogue as known now."""
+        """The current view of the catalogue."""
         return self._holder.view
 
     @property
@@ -98,32 +100,32 @@ class WeightReceiver:
 
     @property
     def staged(self) -> Version | None:
-        """The newest version that is complete here and newer than the current one."""
+        """The newest complete version here that is newer than the current one."""
         return max((v for v in self._holder.copies if self._current is None or v > self._current), default=None)
 
     @property
     def held(self) -> list[int]:
-        """The steps that can be taken now, in order."""
+        """The steps whose versions can be taken now, in order."""
         return sorted({version.step for version in self._holder.copies})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the versions held here."""
+        """Bytes of all versions held here."""
         return sum(copy.arena.nbytes for copy in self._holder.copies.values())
 
     @property
     def progress(self) -> tuple[Version, int, int] | None:
-        """The version that is being pulled, its bytes that are here, and all its bytes; None when nothing is."""
+        """The version being pulled, its bytes that have arrived, and all its bytes; None if none is being pulled."""
         if self._transfer is None:
             return None
         return self._transfer.version, self._transfer.nbytes - self._transfer.missing, self._transfer.nbytes
 
     def status(self) -> dict[str, Any]:
-        """Return what heartbeats report of versions, which are packed, -1 for none.
+        """Return the report of versions for heartbeats. Versions are packed, -1 for none.
 
-        version: that which was taken last; newest: the newest that is known; received: share of ``receiving`` that is
-        here; transfer_s, wire_bytes: seconds that the last transfer took, and bytes that travelled for it, left out
-        before the first.
+        version: the version taken last; newest: the newest known version; received: fraction of ``receiving`` that has
+        arrived; transfer_s, wire_bytes: duration of the last transfer in seconds, and the bytes sent for it, absent
+        before the first transfer.
         """
         progress, newest = self.progress, max(self.view.available, default=None)
         status = {
@@ -139,28 +141,28 @@ class WeightReceiver:
         return status
 
     def available(self) -> list[int]:
-        """Return the steps that are held or could be loaded, in order."""
+        """Return the steps whose versions are held or can be pulled, in order."""
         return sorted({*self.held, *(version.step for version in self.view.available)})
 
     async def start(self) -> None:
-        """Begin to watch, pull and serve."""
+        """Start to watch the catalogue, pull and serve."""
         await self._holder.start()
         self._holder.spawn(self._run())
 
     async def close(self) -> None:
-        """End the pull and serve no longer. Arrays that were taken stay valid."""
+        """Cancel the pull and stop serving. Arrays that were taken stay valid."""
         await self._holder.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def notify(self) -> None:
-        """Evaluate ``want`` again: what it depends on has changed."""
+        """Evaluate ``want`` again, because its inputs have changed."""
         self._holder.notify()
 
     def take(self, step: int) -> tuple[Version, Mapping[str, AnyArray]]:
-        """Hand a held version of ``step``, of the newest attempt held, to the engine: it is the current one now.
+        """Make the held version of ``step``, by the newest attempt, the current one, and return its arrays.
 
-        The arrays are read-only views of host memory, bfloat16 as its bits in uint16; they stay valid for as long as
-        they are referenced. Raises StaleHandle where the step is not held: ``ensure`` it first.
+        The arrays are read-only views of host memory (bfloat16 as its bits in uint16), valid as long as they are
+        referenced. Raises StaleHandle if the step is not held: call ``ensure`` first.
         """
         version = self._held(step)
         if version is None:
@@ -174,7 +176,7 @@ class WeightReceiver:
         return self._holder.copies[version].arena.tensors
 
     async def ensure(self, step: int, *, timeout: float) -> Version:
-        """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises as ``wait_for``."""
+        """Fetch a version of ``step`` before any other, and wait until it can be taken. Raises like ``wait_for``."""
         with self.keeping(step):
             self.notify()
             await self.wait_for(lambda: self._held(step) is not None, what=f"weights of step {step}", timeout=timeout)
@@ -184,7 +186,7 @@ class WeightReceiver:
 
     @contextlib.contextmanager
     def keeping(self, step: int) -> Iterator[None]:
-        """Keep the held version of ``step``, also when newer ones come: it can be taken until the context ends."""
+        """Keep the held version of ``step`` inside the context, even if newer versions arrive."""
         self._asked[step] += 1
         try:
             yield
@@ -193,10 +195,10 @@ class WeightReceiver:
             self._asked += Counter()
 
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
-        """Wait until ``predicate``, of this receiver's state, is true.
+        """Wait until ``predicate`` on the state of this receiver is true.
 
-        Raises DeadlineExceeded that names ``what``, or at once what has ended this receiver's work: an error of
-        ``layout``, ValueError for a box of it that does not lie inside its tensor.
+        Raises DeadlineExceeded, with ``what`` in its text, or immediately the error that ended this receiver's work: an
+        error of ``layout``, or ValueError for one of its boxes that does not lie inside its tensor.
         """
         await self._holder.wait_for(predicate, what=what, timeout=timeout)
 
@@ -244,7 +246,7 @@ class WeightReceiver:
             self._holder.notify()
         self._outage.end()
         seconds = record.finished - record.started
-        log.info("weights: %s: %d bytes in %.2f s, %d of them sent", version, record.nbytes, seconds, record.sent)
+        log.info("weights: %s: %d bytes in %.2f s, %d bytes sent", version, record.nbytes, seconds, record.sent)
         self.transfers.append(record)
         if self._on_transfer is not None:
             self._on_transfer(record)
@@ -287,14 +289,15 @@ class WeightReceiver:
             if box is None:
                 continue
             if not box.fits(entry.shape):
-                raise ValueError(f"the layout wants {box} of {entry.name!r}, which has the shape {entry.shape}")
+                raise ValueError(f"the layout requests {box} of {entry.name!r}, which has the shape {entry.shape}")
             boxes[entry.name] = entry.dtype, box
         return Arena(boxes, allocate=self._holder.transport.allocate)
 
     async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...]]:
-        """Return what a version consists of, and whom to pull it from, nobody where that is not known with it.
+        """Return the manifest of a version, and its sources, empty if they were not received along with it.
 
-        The driver is asked for no manifest that a peer can give, and for no source by who has one from before.
+        The driver is asked for the manifest only if no peer provides it, and for sources only if there is no earlier
+        source.
         """
         source = self._source if self._source_of == self._membership.registrations else ()
         silent: set[str] = set()
@@ -309,14 +312,14 @@ class WeightReceiver:
             )
             found, source = (await self._call(asked)).manifest, ()
         if found is None:
-            raise ProtocolError(f"the catalogue gave no manifest of {version}", where="weights")
+            raise ProtocolError(f"the catalogue sent no manifest of {version}", where="weights")
         return _checked(found, version), source
 
     async def _manifest_of(self, version: Version, peers: Sequence[PeerView], *, silent: set[str]) -> Manifest | None:
-        """Return the manifest of a version that a peer has, None where it cannot be had there in time.
+        """Return the manifest of a version from the first peer, None if the peer does not provide it in time.
 
-        silent: takes a peer that is gone, or does not answer; one that has not got it yet, or does not want it, has
-        not failed.
+        silent: receives the peer if it has ended or does not reply. A peer that does not have the manifest yet, or does
+        not hold the version, is not added.
         """
         known = self.view.get(version)
         if known is None or not peers:
@@ -335,9 +338,9 @@ class WeightReceiver:
                 await self._holder.transport.pull(Pull(source, version, [whole], checked=False), sink=sink)
             return decoded(memoryview(data), version=version, digest=known.digest)
         except TimeoutError:
-            log.info("weights: %s has no manifest of %s yet", peer.worker, version)
+            log.info("weights: %s does not have the manifest of %s yet", peer.worker, version)
         except StaleHandle as error:
-            log.info("weights: %s has no %s: %s", peer.worker, version, error)
+            log.info("weights: %s does not hold %s: %s", peer.worker, version, error)
         except AsyncFlowError as error:
             silent.add(peer.worker)
             log.info("weights: no manifest of %s from %s: %s", version, peer.worker, error)
@@ -364,21 +367,21 @@ class WeightReceiver:
     async def _call(self, request: Locate) -> Located:
         return await retry(
             lambda: self._driver.call("weights.locate", request, Located, timeout=_CALL_S),
-            what=f"where {Version.unpack(request.version)} is",
+            what=f"locating {Version.unpack(request.version)}",
             timeout=3 * _CALL_S,
         )
 
     def _review_s(self) -> float:
-        """Return the seconds after which there may be a better source than the one that has been good so far."""
+        """Return the seconds after which a source that was good so far is compared with others."""
         usual = [record.finished - record.started for record in list(self.transfers)[-_USUAL:]]
         return max(REVIEW_S, _LONGER * min(usual, default=0.0)) if self._source else REVIEW_S
 
     def _base_of(self, arena: Arena) -> Version | None:
-        """Return the newest version held whose boxes and dtypes are those of ``arena``, None where there is none."""
+        """Return the newest held version with the same boxes and element sizes as ``arena``, or None."""
         return max((v for v, copy in self._holder.copies.items() if copy.arena.is_like(arena)), default=None)
 
     def _known(self) -> dict[str, AnyArray]:
-        """Return by digest the published slices that are at hand in other versions."""
+        """Return the published slices that other held versions contain, by digest."""
         return {
             each.digest: view(copy.arena.arrays[entry.name], copy.arena.boxes[entry.name], each.box)
             for copy in self._holder.copies.values()
@@ -390,10 +393,12 @@ class WeightReceiver:
 
 
 def _checked(manifest: Manifest, version: Version) -> Manifest:
-    """Return ``manifest``. Raises ProtocolError unless it is a whole one of ``version``."""
+    """Return ``manifest``. Raises ProtocolError unless it is a valid manifest of ``version``."""
     manifest.check()
     if manifest.version != version.packed:
-        raise ProtocolError(f"the manifest of {Version.unpack(manifest.version)} came for {version}", where="weights")
+        raise ProtocolError(
+            f"received the manifest of {Version.unpack(manifest.version)}, not {version}", where="weights"
+        )
     return manifest
 
 

@@ -1,8 +1,9 @@
-"""The publishing side: a trainer rank copies its slices of a new version aside, digests the copy, and announces it.
+"""The publishing side: a trainer rank copies its slices of a new version, computes digests of the copy, and announces
+it.
 
-Invariant: when ``copy`` has returned, the trainer may change its tensors; what was published never changes, and is
-served until the catalogue releases it. Nobody's pull is ever waited for. A large tensor is published in several slices,
-so that receivers can check it, and pass it on, part by part; all ranks that have the same box cut it in the same way.
+Invariants: after ``copy`` has returned, the trainer may change its tensors. A published version never changes, and is
+served until the catalogue releases it. The sender never waits for a pull. A large tensor is published in several
+slices, so that receivers can check and serve it slice by slice; all ranks that have the same box split it identically.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from asyncflow.weights.transport import Transport
 
 _SLICE_BYTES = 1 << 20
 _MOST_SLICES = 16
-"""Of one box: few, as manifests list them all, and many, as only a whole slice can be passed on."""
+"""Most slices per box: few, because manifests list all slices; several, because only a whole slice can be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedSlice:
-    """The slice of a tensor of ``shape`` that begins at ``offset`` and that this rank holds."""
+    """A slice of a tensor of ``shape``, held by this rank. offset: its position in the tensor."""
 
     array: AnyArray
     offset: tuple[int, ...]
@@ -37,12 +38,12 @@ class PublishedSlice:
 
     @property
     def box(self) -> Box:
-        """Box of the tensor that the slice fills."""
+        """The box of the tensor that the slice covers."""
         return Box(self.offset, self.array.shape)
 
 
 class Copied(NamedTuple):
-    """A version that was copied aside. shapes: by name that of the whole tensor."""
+    """A copy of a version. shapes: the shape of each whole tensor, by name."""
 
     version: Version
     arena: Arena
@@ -50,13 +51,13 @@ class Copied(NamedTuple):
 
 
 Tensors = Mapping[str, AnyArray | PublishedSlice]
-"""By name whole tensors, or slices of them. dtypes: those of ``slices.DTYPES``; uint16 means the bits of bfloat16."""
+"""Whole tensors or slices of them, by name. dtypes: the keys of ``slices.DTYPES``; uint16 means bits of bfloat16."""
 
 
 class WeightSender:
-    """Publishes the versions of trainer rank ``part`` of ``parts`` and serves them.
+    """Publishes and serves the versions of trainer rank ``part`` of ``parts``.
 
-    membership: gives the client to the driver; worker: id of this worker; transport: made for this sender alone.
+    membership: provides the client to the driver; worker: id of this worker; transport: owned by this sender.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class WeightSender:
 
     @property
     def versions(self) -> list[Version]:
-        """The versions whose memory is held here, oldest first."""
+        """The versions held in memory here, oldest first."""
         return sorted(self._holder.copies)
 
     @property
@@ -77,25 +78,25 @@ class WeightSender:
         return self._holder.address
 
     def held(self, version: Version) -> Mapping[str, AnyArray] | None:
-        """Return the tensors of a version, or this rank's slices of them, None where it is not held any more.
+        """Return the tensors of a version, or this rank's slices of them; None if it is no longer held.
 
-        They are what is served: they must not be changed.
+        They are the served memory and must not be changed.
         """
         copy = self._holder.copies.get(version)
         return None if copy is None else copy.arena.arrays
 
     async def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         await self._holder.start()
 
     async def close(self) -> None:
-        """Serve no longer; versions live on only where others have pulled them."""
+        """Stop serving. Versions continue to exist only at workers that have pulled them."""
         await self._holder.close()
 
     def copy(self, version: Version, tensors: Tensors) -> Copied:
-        """Copy tensors aside; blocks, in whatever thread. ``part`` and ``announce`` are to follow.
+        """Copy tensors to memory of the transport; call ``part`` and ``announce`` next. Blocks; may run in any thread.
 
-        Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
+        Raises Refused for a dtype that cannot be published, or a slice that does not lie inside its tensor.
         """
         return copy_aside(version, tensors, allocate=self._holder.transport.allocate)
 
@@ -105,9 +106,9 @@ class WeightSender:
         tensors: Mapping[str, tuple[str, tuple[int, ...]]],
         read: Callable[[str, AnyArray], None],
     ) -> Copied:
-        """Read whole tensors, by ``read``, to where they will be served from; blocks. ``part`` and ``announce`` follow.
+        """Read whole tensors directly into memory of the transport; call ``part`` and ``announce`` next. Blocks.
 
-        tensors: by name dtype (a key of ``slices.DTYPES``) and shape; read: fills the array of a tensor by its name.
+        tensors: dtype (a key of ``slices.DTYPES``) and shape by name; read: fills the array of the named tensor.
         """
         boxes = {name: (dtype, Box.whole(shape)) for name, (dtype, shape) in tensors.items()}
         arena = Arena(boxes, allocate=self._holder.transport.allocate)
@@ -116,7 +117,7 @@ class WeightSender:
         return Copied(version, arena, {name: shape for name, (_, shape) in tensors.items()})
 
     def part(self, copied: Copied) -> ManifestPart:
-        """Digest a copy; blocks, in whatever thread."""
+        """Compute the digests of a copy. Blocks; may run in any thread."""
         return ManifestPart(
             version=copied.version.packed,
             part=self._part,
@@ -127,15 +128,15 @@ class WeightSender:
         )
 
     async def announce(self, copied: Copied, part: ManifestPart, *, timeout: float) -> bool:
-        """Announce a copy, of which ``part`` was made; say whether all ranks' parts of the version have arrived.
+        """Announce a copy with its ``part``; return whether all ranks' parts of the version have arrived.
 
-        Raises Fenced when a newer trainer attempt has published, Refused when the content contradicts what is known,
-        DeadlineExceeded when the driver could not be reached: it is then announced as soon as it can.
+        Raises Fenced if a newer trainer attempt has published, Refused if the content contradicts known content,
+        DeadlineExceeded if the driver cannot be reached; the copy is then announced as soon as it can be.
         """
         return await self._holder.publish(copied.version, copied.arena, part, timeout=timeout)
 
     async def publish(self, version: Version, tensors: Tensors, *, timeout: float) -> bool:
-        """Copy ``tensors`` in another thread, digest and announce them.
+        """Copy ``tensors`` in another thread, compute digests, and announce them.
 
         The tensors must not change until it returns.
         """
@@ -144,8 +145,8 @@ class WeightSender:
 
 
 def copy_aside(version: Version, tensors: Tensors, *, allocate: Allocate = anonymous) -> Copied:
-    """Copy tensors into memory of their own. Raises as ``WeightSender.copy`` does."""
-    shards = {name: slice_of(name, given) for name, given in tensors.items()}
+    """Copy tensors into newly allocated memory. Raises like ``WeightSender.copy``."""
+    shards = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
     boxes = {name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()}
     arena = Arena(boxes, allocate=allocate)
     for name, shard in shards.items():
@@ -154,7 +155,7 @@ def copy_aside(version: Version, tensors: Tensors, *, allocate: Allocate = anony
 
 
 def entries_of(copied: Copied, *, worker: str) -> tuple[TensorEntry, ...]:
-    """Return what a copy consists of, in the order of names, with digests; ``worker`` holds it."""
+    """Return the manifest entries of a copy in name order, with digests. worker: the holder of the copy."""
     return tuple(_entry(name, copied, worker) for name in sorted(copied.shapes))
 
 
@@ -168,10 +169,10 @@ def _entry(name: str, copied: Copied, worker: str) -> TensorEntry:
     return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=slices)
 
 
-def slice_of(name: str, given: AnyArray | PublishedSlice) -> PublishedSlice:
-    """Return a tensor, or a slice of one, as a slice. Raises Refused where it sticks out of its tensor."""
-    if not isinstance(given, PublishedSlice):
-        return PublishedSlice(array=given, offset=(0,) * given.ndim, shape=given.shape)
-    if not given.box.fits(given.shape):
-        raise Refused(f"{name!r}: {given.box} does not lie inside {given.shape}", where="weights")
-    return given
+def slice_of(name: str, tensor: AnyArray | PublishedSlice) -> PublishedSlice:
+    """Return a tensor, or a slice of one, as a slice. Raises Refused if it does not lie inside its tensor."""
+    if not isinstance(tensor, PublishedSlice):
+        return PublishedSlice(array=tensor, offset=(0,) * tensor.ndim, shape=tensor.shape)
+    if not tensor.box.fits(tensor.shape):
+        raise Refused(f"{name!r}: {tensor.box} does not lie inside {tensor.shape}", where="weights")
+    return tensor

@@ -1,12 +1,13 @@
-"""The catalogue as a service of the driver, or of a publisher: broadcast to all that hold versions, who report to it.
+"""The catalogue as a service of the driver, or of a publisher: broadcast to all workers that hold versions.
 
-What there is goes out with the answers to heartbeats (``rpc.directory``), and what a worker holds comes in with them,
-so that a version costs no call for each worker. Calls are ``weights.`` publish, locate, and held: what a worker says of
-itself in full, once, and again where the catalogue asks for it.
+The view of the catalogue is sent in the replies to heartbeats (``rpc.directory``), and heartbeats report the versions
+that a worker holds, so a new version costs no extra call per worker. The calls are ``weights.publish``,
+``weights.locate`` and ``weights.held``; with the last, a worker announces a holding in full, once, and again if the
+catalogue requests it.
 
-Invariants: what all workers are told is encoded once a change; what concerns few wakes nobody. A worker that is silent
-costs nothing and delays nobody. Who holds or publishes is a member, so its end is noticed. A follower, which is no part
-of the job, introduces no version, and says nothing about others than followers.
+Invariants: the view is encoded once per change, and a change outside the view wakes no worker. A silent worker costs
+nothing and delays no other worker. Every holder and publisher is a member, so the service notices its end. A follower,
+which is not part of the job, cannot introduce a version, and can report failures of other followers only.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ log = logging.getLogger(__name__)
 class CatalogueService:
     """Serves a catalogue on the driver's ``server``; must be made before the server starts.
 
-    on_newest: called when a version newer than all before is complete.
+    on_newest: called when a version newer than all earlier ones is complete.
 
-    A restarted driver begins with an empty catalogue: holders announce what they have, by themselves, and until
-    ``require`` has been called nothing is releasable.
+    A restarted driver starts with an empty catalogue. Holders announce their versions without a request, and no version
+    is releasable until ``require`` has been called.
     """
 
     def __init__(self, server: RpcServer, *, directory: Directory, catalogue: Catalogue | None = None) -> None:
@@ -57,18 +58,18 @@ class CatalogueService:
         self._revision = -1
         directory.held = self._reported
         directory.on_leave.append(lambda member, _reason: self.leave(member.incarnation))
-        self._tell()
+        self._broadcast()
         server.route("weights.publish", ManifestPart, self._publish)
         server.route("weights.locate", Locate, self._locate)
         server.route("weights.held", VersionsHeld, self._held)
 
     def require(self, steps: Iterable[int]) -> None:
-        """Set the steps that unfinished work needs, all of them each time. See ``Catalogue.require``."""
+        """Set all steps that unfinished work needs. See ``Catalogue.require``."""
         self.catalogue.require(steps)
         self._wake()
 
     def leave(self, worker: str) -> None:
-        """Forget what ``worker`` held: it is gone. If it was only silent, it announces again by itself."""
+        """Remove the holdings of ``worker``, which has ended. A worker that was only silent announces them again."""
         self.catalogue.leave(worker)
         self._reports.pop(worker, None)
         self._wake()
@@ -92,7 +93,7 @@ class CatalogueService:
         )
 
     async def wait_for(self, predicate: Callable[[Catalogue], bool], *, what: str, timeout: float) -> None:
-        """Wait until the catalogue satisfies ``predicate``. Raises DeadlineExceeded that names ``what``."""
+        """Wait until the catalogue satisfies ``predicate``. Raises DeadlineExceeded, with ``what`` in its text."""
         try:
             async with asyncio.timeout(timeout):
                 while not predicate(self.catalogue):
@@ -110,7 +111,7 @@ class CatalogueService:
         return Published(complete=complete)
 
     def _reported(self, worker: str, held: tuple[int, ...]) -> tuple[int, ...]:
-        """Take what a worker says in a heartbeat that it holds; return of what it must say more."""
+        """Record the versions that a heartbeat reports; return those that the worker must announce in full."""
         if self._reports.get(worker) == held:
             return ()
         unknown = self.catalogue.report(worker, [Version.unpack(packed) for packed in held])
@@ -164,7 +165,7 @@ class CatalogueService:
         return VersionsHeldReply(known=True)
 
     def _check_member(self, worker: str) -> None:
-        """Raise PeerLost where ``worker`` has to register first: to a driver that was restarted, for one."""
+        """Raise PeerLost if ``worker`` is not registered, for example after a driver restart."""
         if self._directory.member(worker) is None:
             raise PeerLost(f"{worker} is no member now", where="weights catalogue", hint="It registers again by itself")
 
@@ -173,12 +174,12 @@ class CatalogueService:
         changed.set()
         if self.catalogue.newest != self._newest:
             self._newest = self.catalogue.newest
-            for told in self.on_newest:
-                told()
+            for callback in self.on_newest:
+                callback()
         if self.catalogue.revision != self._revision:
-            self._tell()
+            self._broadcast()
 
-    def _tell(self) -> None:
+    def _broadcast(self) -> None:
         self._revision = self.catalogue.revision
         self._directory.broadcast(encode(self.view()))
 

@@ -1,12 +1,12 @@
-"""Boxes of tensors, the arithmetic that lets any sharded layout feed any other, and the host memory that holds them.
+"""Boxes of tensors, the arithmetic that converts between any two sharded layouts, and the host memory of versions.
 
 A box is an axis-aligned region of one tensor in global coordinates. An ``Arena`` is the host memory of one version: one
-piece of memory with a box of each tensor in it.
+contiguous block that contains a box of each tensor.
 
-Invariants: boxes that ``subtract``, ``split`` or ``route`` return are disjoint, non-empty, inside what was asked for,
-and together with what is reported missing they cover all of it. ``split`` returns its boxes in C order. The memory of
-an arena goes back to whoever gave it when the arena and every view of it are gone, and not before; so a process that
-still computes with a version, or sends it, never sees it vanish.
+Invariants: the boxes that ``subtract``, ``split`` or ``route`` return are disjoint, non-empty and inside the requested
+boxes. Together with the boxes reported missing they cover all of the request. ``split`` returns its boxes in C order.
+The memory of an arena is returned to its allocator only when the arena and all views of it have been deleted, so a
+process that still computes with a version, or sends it, never loses its memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
 _ALIGNMENT = 64
 
 Allocate = Callable[[int], mmap.mmap | memoryview]
-"""Returns writable memory of at least so many bytes, begun at a multiple of 64; it lives as long as a view of it."""
+"""Returns writable memory of at least so many bytes, aligned to 64 bytes; it lives as long as a view of it."""
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
-    """Return memory that no other process has, zeroed."""
+    """Return zeroed memory that no other process shares."""
     return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -72,7 +72,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the region that two boxes of one tensor share, None where it is empty."""
+    """Return the region that two boxes of one tensor share, or None if it is empty."""
     start = tuple(map(max, a.offset, b.offset))
     stop = (min(i + x, j + y) for i, x, j, y in zip(a.offset, a.extent, b.offset, b.extent, strict=True))
     extent = tuple(end - begin for begin, end in zip(start, stop, strict=True))
@@ -80,7 +80,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def hull(boxes: Iterable[Box]) -> Box:
-    """Return the smallest box that has all of ``boxes``, of which there is at least one, in it."""
+    """Return the smallest box that contains all of ``boxes``, of which there is at least one."""
     found = list(boxes)
     start = tuple(map(min, zip(*(box.offset for box in found), strict=True)))
     stops = ([i + x for i, x in zip(box.offset, box.extent, strict=True)] for box in found)
@@ -88,7 +88,7 @@ def hull(boxes: Iterable[Box]) -> Box:
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """Return what is left of ``box`` without ``others``, as disjoint boxes."""
+    """Return the rest of ``box`` outside ``others``, as disjoint boxes."""
     left = [box] if box.volume else []
     for other in others:
         left = [rest for part in left for rest in _without(part, other)]
@@ -133,18 +133,18 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[H, list[Box]], list[Box]]:
-    """Return which source gives which parts of the wanted boxes of one tensor, and the boxes that none has.
+    """Return the boxes to take from each source for the wanted boxes of one tensor, and the boxes that no source has.
 
-    sources: in order of preference, the box that each holds of this tensor (None: nothing).
+    sources: the box of this tensor that each source holds (None: nothing), in order of preference.
     """
     left = [box for box in wanted if box.volume]
     routes: dict[H, list[Box]] = {}
     for source, held in sources.items():
         if held is None or not left:
             continue
-        given = [common for box in left if (common := intersect(box, held)) is not None]
-        if given:
-            routes[source] = given
+        shared = [common for box in left if (common := intersect(box, held)) is not None]
+        if shared:
+            routes[source] = shared
             left = [part for box in left for part in subtract(box, [held])]
     return routes, left
 
@@ -160,10 +160,10 @@ def view(array: AnyArray, at: Box, box: Box) -> AnyArray:
 
 
 class Arena:
-    """Memory for ``boxes``: by tensor name its dtype (a key of ``DTYPES``) and the box of it that lies here.
+    """Memory for ``boxes``: for each tensor name its dtype (a key of ``DTYPES``) and the box of it that is stored.
 
-    allocate: where the memory comes from; what is in it is overwritten. nbytes: of the boxes, without padding; boxes:
-    by name what lies here; arrays: by name a writable array of the box.
+    allocate: returns the memory, whose content is overwritten; nbytes: size of the boxes without padding; boxes: the
+    stored box of each tensor; arrays: a writable array of each box, by tensor name.
     """
 
     def __init__(self, boxes: Mapping[str, tuple[str, Box]], *, allocate: Allocate = anonymous) -> None:
@@ -182,7 +182,7 @@ class Arena:
 
     @property
     def tensors(self) -> Mapping[str, AnyArray]:
-        """By name the array of the box that lies here: read-only views, no copy."""
+        """The array of each stored box, by tensor name: read-only views, no copy."""
         views = {}
         for name, array in self.arrays.items():
             views[name] = array.view()
@@ -190,15 +190,15 @@ class Arena:
         return MappingProxyType(views)
 
     def is_like(self, other: Arena) -> bool:
-        """Return whether the same boxes of the same tensors lie here, of the same sizes of elements."""
+        """Return whether both arenas store the same boxes of the same tensors, with equal element sizes."""
         return self.boxes == other.boxes and all(
             array.itemsize == other.arrays[name].itemsize for name, array in self.arrays.items()
         )
 
     def read(self, tensor: str, box: Box) -> memoryview:
-        """Return the bytes of ``box`` of ``tensor`` in C order: in place where contiguous, else a copy.
+        """Return the bytes of ``box`` of ``tensor`` in C order: a view if they are contiguous, otherwise a copy.
 
-        Raises StaleHandle where they do not lie here.
+        Raises StaleHandle if the box is not stored here.
         """
         at = self.boxes.get(tensor)
         if at is None or len(at.offset) != len(box.offset):
@@ -210,6 +210,6 @@ class Arena:
         return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data.toreadonly()
 
     def write(self, tensor: str, box: Box, data: memoryview) -> None:
-        """Copy ``data``, the bytes of ``box`` in C order, to its place. Raises ValueError where the size differs."""
-        place = view(self.arrays[tensor], self.boxes[tensor], box)
-        place[...] = np.frombuffer(data, dtype=place.dtype).reshape(box.extent)
+        """Copy ``data``, the bytes of ``box`` in C order, into the arena. Raises ValueError if the size differs."""
+        target = view(self.arrays[tensor], self.boxes[tensor], box)
+        target[...] = np.frombuffer(data, dtype=target.dtype).reshape(box.extent)

@@ -1,18 +1,24 @@
-"""Tree along which versions spread: who pulls them from whom. Pure: no clock, no socket.
+"""Tree along which versions spread: the source of each receiver. Pure: no clock, no socket.
 
-Receivers that need the same boxes (one **layout**) form a tree below those that publish. It stands from version to
-version: a receiver pulls each from the source that it has, asked nobody, and streams what that has, as that gets it. It
-is placed when it comes, and again when its source fails, leaves, or is slower than others.
+Receivers that need the same boxes (one **layout**) form a tree below the publishers. The tree stays the same from
+version to version: a receiver pulls each version from its current source without a request to the catalogue, and
+streams each part as soon as the source has it. A receiver is placed when it arrives, and again when its source fails,
+leaves, or is slower than other sources.
 
-A source on the receiver's own node is preferred, so a version crosses the network about once for each node: the first
-receiver of a node is placed at another node, the others below it. For these a node keeps its last room back, and serves
-at most ``FANOUT`` receivers of other nodes, unless that would make the tree deeper by more than ``_DETOUR``.
+A source on the receiver's own node is preferred, so a version crosses the network about once per node: the first
+receiver of a node has a source on another node, and the other receivers are placed below the first. Each node therefore
+reserves its last room for its own receivers, and serves at most ``FANOUT`` receivers of other nodes, unless this would
+make the tree deeper by more than ``_DETOUR``.
 
-Invariants: nobody is, over any number of parents, its own source; the publishers are the source of at most ``ROOTS``
-receivers of a layout, as long as another receiver has room, is not doubted and not below the one which asks; a receiver
-is the source of at most ``FANOUT``, counting those that kept it while it was away; one of which a child has complained
-gets no other child before it was heard again, or the next version is asked for.
-A placement takes time by the depth of the tree and the number of nodes, more for a receiver that moves.
+Invariants:
+* No receiver is its own source, over any number of parents.
+* The publishers are the source of at most ``ROOTS`` receivers of a layout, as long as some other receiver has room, is
+  not doubted and is not below the receiver that is being placed.
+* A receiver is the source of at most ``FANOUT`` others, including those that kept it while it was absent.
+* A receiver of which a child has complained gets no other child before it makes progress again, or before the next
+  version is requested.
+
+The time of a placement depends on the depth of the tree and the number of nodes. Moving a receiver takes longer.
 """
 
 from __future__ import annotations
@@ -25,15 +31,18 @@ ROOTS = 2
 FANOUT = 2
 _DETOUR = 2
 LOYAL = 3
-"""Times that a receiver finds its source, on its node, slower than one placed later, before it leaves it."""
+"""How often a receiver must find its source, on its own node, slower than one placed later before it changes it."""
 
 
 @dataclass(kw_only=True)
 class _Receiver:
-    """A receiver. placed: whether it has a source; parent: that source, also once it has left, None for the publishers.
+    """A receiver.
 
-    order: how many were placed before it; overtaken: how often it was found, of one version, that its source is slower
-    than others, which were placed later; room: how many more it may serve.
+    placed: whether it has a source.
+    parent: its source, None for the publishers; stays set after the source has left.
+    order: number of receivers that were placed before it.
+    overtaken: how often, for this version, its source was found slower than sources that were placed later.
+    room: number of further receivers that it may serve.
     """
 
     layout: str
@@ -49,8 +58,10 @@ class _Receiver:
 
 @dataclass(kw_only=True)
 class _Node:
-    """Receivers of one layout on one node. kept: room that is kept for those that come; far: how many of other nodes
-    they serve; open: those that have room.
+    """Receivers of one layout on one node.
+
+    kept: room reserved for new receivers of this node; far: number of receivers of other nodes that it serves; open:
+    receivers that have room.
     """
 
     kept: int
@@ -61,7 +72,7 @@ class _Node:
 
     @property
     def spare(self) -> bool:
-        """Return whether a receiver of another node is welcome."""
+        """Return whether the node can serve one more receiver of another node."""
         return self.room > self.kept and self.far < FANOUT
 
 
@@ -86,15 +97,17 @@ class Spread:
         version: object = None,
         whole: Collection[str] = (),
     ) -> str | None:
-        """Return whom ``receiver`` is to pull from now, None for the publishers.
+        """Return the worker from which ``receiver`` must pull now, None for the publishers.
 
-        node: where it runs, "" if nobody else is known to run there; failed: whom it could not get anything from;
-        version: what it pulls now; whole: who has all of that. Asked again, the answer changes only where one of those
-        that failed is its source, its source has left, or another has the whole version while its source has not: at
-        once if that is a better one, late if only its source is on its node.
+        node: the receiver's node, "" if no other worker is known to run there; failed: workers from which it could not
+        pull; version: the version that it pulls now; whole: workers that have all of this version.
+
+        A repeated request returns the same source, unless that source is in ``failed`` or has left, or another worker
+        has the whole version and the source does not. In the last case a better source is used immediately, but a
+        source on the receiver's own node is replaced by one on another node only after ``LOYAL`` such findings.
         """
         for worker in [worker for worker, of in self._doubted.items() if of != version]:
-            self.heard(worker)
+            self.clear_doubt(worker)
         for worker in failed:
             if worker in self._receivers:
                 self._doubted[worker] = version
@@ -109,7 +122,7 @@ class Spread:
             self._placed += 1
             known.order = self._placed
         self._detach(receiver, known)
-        self.heard(receiver)
+        self.clear_doubt(receiver)
         known.overtaken = 0
         known.parent = self._choose(receiver, known, whole, moves=moves)
         known.placed = True
@@ -120,14 +133,14 @@ class Spread:
         self._list(receiver)
         return known.parent
 
-    def heard(self, worker: str) -> None:
-        """Note that ``worker`` got something: nobody doubts it any more."""
+    def clear_doubt(self, worker: str) -> None:
+        """Record that ``worker`` has received data: it is no longer doubted."""
         if worker in self._doubted:
             del self._doubted[worker]
             self._list(worker)
 
     def leave(self, worker: str) -> None:
-        """Note that ``worker`` is gone."""
+        """Remove ``worker``, which has ended."""
         known = self._receivers.get(worker)
         if known is None:
             return
@@ -142,7 +155,7 @@ class Spread:
             del self._nodes[known.layout, known.node]
 
     def join(self, worker: str, *, layout: str, node: str = "") -> None:
-        """Note that ``worker``, which may never have been placed here, has versions that others may pull."""
+        """Record that ``worker``, which may never have been placed here, has versions that other workers may pull."""
         self._join(worker, layout=layout, node=node)
         self._list(worker)
 
@@ -159,7 +172,7 @@ class Spread:
         return known
 
     def _keeps(self, receiver: str, known: _Receiver, failed: Collection[str], whole: Collection[str]) -> bool:
-        """Return whether a receiver that has a source is to go on with it."""
+        """Return whether a receiver keeps the source that it has."""
         if known.parent is None:
             return not failed
         parent = self._receivers.get(known.parent)
@@ -177,18 +190,18 @@ class Spread:
         return parent.node == known.node and known.overtaken < LOYAL
 
     def _choose(self, receiver: str, known: _Receiver, whole: Collection[str], *, moves: bool) -> str | None:
-        """Return a source: one on its node, else one that has the whole version; the other way round if it moves."""
+        """Return a source. A new receiver prefers its own node; a moving one prefers a source that has the version."""
         near, far = self._near, self._far
         first = [(near, whole), (far, whole)] if moves else [(near, whole), (near, None), (far, whole)]
         rest = [(near, None), (far, None)] if self._rooted[known.layout] >= ROOTS else []
         return next(filter(None, (find(receiver, known, among) for find, among in first + rest)), None)
 
     def _near(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
-        """Return the first of ``among`` (None: anybody) with room on the same node, not ``receiver`` nor below it."""
+        """Return the first of ``among`` (None: any) with room on the same node that is not at or below ``receiver``."""
         return self._first(receiver, known.layout, known.node, among)
 
     def _far(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
-        """Return the same of another node: one that can spare the room, unless others are much higher in the tree."""
+        """Return a source on another node: one with spare room, unless others are much higher in the tree."""
         spare, rest = (self._elsewhere(receiver, known, among, spare=spare) for spare in (True, False))
         if spare is None or rest is None:
             return spare or rest
@@ -232,7 +245,7 @@ class Spread:
         self._list(parent)
 
     def _detach(self, receiver: str, known: _Receiver) -> None:
-        """Take a receiver off its source, which has room again."""
+        """Remove a receiver from its source, which then has room again."""
         if not known.placed:
             return
         known.placed = False
@@ -245,7 +258,7 @@ class Spread:
         known.parent = None
 
     def _list(self, worker: str) -> None:
-        """List a receiver among those that have room, or no longer, and so its node."""
+        """Update whether a receiver, and thus its node, is listed as having room."""
         known = self._receivers[worker]
         self._count(worker, known, room=0 if worker in self._doubted else FANOUT - len(known.children))
 

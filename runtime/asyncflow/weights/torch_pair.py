@@ -1,13 +1,13 @@
-"""Two processes and a process group of torch.distributed between them, made for one pull and ended with it.
+"""Process group of torch.distributed between two processes, created for one pull and ended with it.
 
-No default group is made and none is touched, so a trainer's own collectives do not notice. Everything here blocks, in
-whatever thread; nobody imports this module but by need, because torch takes seconds.
+No default group is created or used, so a trainer's own collectives are not affected. All functions block and may run in
+any thread. Import this module only when needed, because importing torch takes seconds.
 
-``gloo`` sends host memory. ``nccl`` and ``hccl`` send device memory: bytes are copied to a device of this process, and
+``gloo`` sends host memory. ``nccl`` and ``hccl`` send device memory: bytes are copied to a device of this process and
 sent from there. NCCL refuses a pair on one device.
 
-Invariants: whatever does not come within ``deadline_s`` raises, however the peer died, and the group is of no use from
-then on; nothing is pickled; the bytes are neither encrypted nor authenticated.
+Invariants: an operation that does not complete within ``deadline_s`` raises, however the peer ended, and the group is
+unusable from then on. Nothing is pickled. The bytes are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from asyncflow.weights.slices import AnyArray
 
-_BOTH = 2
+_MEMBERS = 2
 _POLL_S = 0.001
 _WATCHDOG = 10
-"""So many deadlines after which NCCL's own watchdog would find what has ended here long before."""
+"""Multiple of the deadline for NCCL's own watchdog, so that this module detects a failure long before it."""
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _making = threading.Lock()
 
@@ -38,17 +38,17 @@ GLOO: Final = "gloo"
 
 
 def listen(host: str) -> tuple[socket.socket, int]:
-    """Return a socket for the store of a pair, which listens at any port of ``host``, and that port."""
-    made = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    return made, int(made.getsockname()[1])
+    """Return a socket that listens at any port of ``host`` for the store of a pair, and that port."""
+    server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return server, int(server.getsockname()[1])
 
 
 class TorchPair:
-    """One side of a pair: rank 0, which brings the ``listener`` of the store, or rank 1.
+    """One side of a pair: rank 0, which provides the ``listener`` of the store, or rank 1.
 
-    host, port: of the store; here: this process's own host; prefix: of the store's keys, the same on both sides;
-    collective: the back end; device: torch's name of the device for those that do not send host memory.
-    Raises RuntimeError when the other side does not come in time.
+    host, port: address of the store; here: this process's own host; prefix: of the store's keys, equal on both sides;
+    collective: the back end; device: torch's name of the device, for back ends that do not send host memory.
+    Raises RuntimeError if the other side does not connect in time.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class TorchPair:
     ) -> None:
         self.rank = 0 if listener is not None else 1
         timeout = timedelta(seconds=deadline_s)
-        place: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
+        listening: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
         self._store = dist.TCPStore(
-            host, port, _BOTH, listener is not None, timeout=timeout, wait_for_workers=False, **place
+            host, port, _MEMBERS, listener is not None, timeout=timeout, wait_for_workers=False, **listening
         )
         self._device = torch.device("cpu" if collective == GLOO else device)
         self._deadline_s = deadline_s
@@ -76,7 +76,7 @@ class TorchPair:
         self._tag = 0
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Send bytes, one part behind another. Raises RuntimeError."""
+        """Send the concatenated parts. Raises RuntimeError."""
         sizes = [part.nbytes for part in parts]
         packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._device.type != "cpu")
         np.concatenate([np.frombuffer(part, np.uint8) for part in parts], out=packed.numpy())
@@ -84,13 +84,13 @@ class TorchPair:
 
     def receive(self, nbytes: int) -> AnyArray:
         """Return the bytes that the other side sends. Raises RuntimeError."""
-        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._finish(self._group.recv([there], 1 - self.rank, self._next()))
-        found: AnyArray = there.cpu().numpy()
-        return found
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._finish(self._group.recv([buffer], 1 - self.rank, self._next()))
+        received: AnyArray = buffer.cpu().numpy()
+        return received
 
     def close(self) -> None:
-        """End the group; a send or receive in another thread ends with an error."""
+        """End the group. A send or receive in another thread then fails."""
         self._group.abort()
 
     def _next(self) -> int:
@@ -98,7 +98,7 @@ class TorchPair:
         return self._tag
 
     def _finish(self, work: Any) -> None:
-        """Wait for ``work``; that of a device only joins its stream by ``wait``, so it is looked at instead."""
+        """Wait for ``work``. On a device, ``wait`` only joins the work's stream, so completion is polled instead."""
         if self._device.type == "cpu":
             work.wait(timedelta(seconds=self._deadline_s))
             return
@@ -106,36 +106,36 @@ class TorchPair:
         while not work.is_completed():
             if time.monotonic() > until:
                 self._group.abort()
-                what = f"nothing moved within {self._deadline_s:g} s"
+                what = f"no progress within {self._deadline_s:g} s"
                 raise RuntimeError(what)
             time.sleep(_POLL_S)
         work.wait()
 
 
 def _group(collective: str, store: Any, rank: int, *, here: str, timeout: timedelta) -> Any:
-    """Make a group that is registered nowhere."""
+    """Create a group that is not registered with torch.distributed."""
     if collective == GLOO:
         options: Any = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the other constructor takes no address
-        given = {"_devices": [dist.ProcessGroupGloo.create_device(hostname=here)], "_timeout": timeout, "_threads": 1}
-        for name, value in given.items():
+        device = dist.ProcessGroupGloo.create_device(hostname=here)
+        for name, value in {"_devices": [device], "_timeout": timeout, "_threads": 1}.items():
             setattr(options, name, value)
-        return dist.ProcessGroupGloo(store, rank, _BOTH, options)
+        return dist.ProcessGroupGloo(store, rank, _MEMBERS, options)
     if collective == "nccl":
         return _nccl(store, rank, timeout=timeout * _WATCHDOG)
     if collective == "hccl":
         library = importlib.import_module("torch_npu._C._distributed_c10d")
-        return library.ProcessGroupHCCL(store, rank, _BOTH, timeout)
+        return library.ProcessGroupHCCL(store, rank, _MEMBERS, timeout)
     what = f"a pair cannot be made with {collective!r}"
     raise RuntimeError(what)
 
 
 def _nccl(store: Any, rank: int, *, timeout: timedelta) -> Any:
-    """Make a group whose errors end a wait, and not the process, as those of a trainer's own groups do."""
+    """Create a group whose errors end a wait and not the process; a trainer's own groups keep their setting."""
     with _making:
         before = os.environ.get(_HANDLING)
         os.environ[_HANDLING] = "0"
         try:
-            return dist.ProcessGroupNCCL(store, rank, _BOTH, timeout)
+            return dist.ProcessGroupNCCL(store, rank, _MEMBERS, timeout)
         finally:
             del os.environ[_HANDLING]
             if before is not None:

@@ -1,12 +1,14 @@
-"""One pull of one version: portions, the peers they come from, their digests.
+"""Transfer of one version to one receiver: portions, their sources, and their digests.
 
-The wanted box of each tensor is cut at the borders of the published slices. A portion that is a whole published slice
-is checked against the publisher's digest; a smaller one against what its source says it sent.
+The needed box of each tensor is split at the borders of the published slices. A portion that is a whole published slice
+is checked against the publisher's digest. A smaller portion is checked against the digest that its source sends.
 
-Invariants: ``run`` returns only when every byte has come and was checked; what was checked can be read, and nothing
-else; what a failed peer gave before it failed is not pulled again, unless its digest was wrong; of several peers, a
-receiver takes one that failed after those that failed less. A peer that is itself still getting the version is left as
-soon as the catalogue, asked every ``review_s``, knows a better one.
+Invariants:
+* ``run`` returns only after every byte has arrived and was checked. Only checked bytes can be read.
+* Bytes from a peer that failed afterwards are not pulled again, unless their digest was wrong.
+* Of several peers, a receiver prefers those with fewer failures.
+* A source that is itself still receiving the version is left as soon as the catalogue, queried every ``review_s``
+  seconds, returns a better one.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ log = logging.getLogger(__name__)
 
 _STREAMS = 4
 REVIEW_S = 5.0
-"""Seconds after which a receiver asks whether there is a better source than one that is itself still receiving."""
+"""Seconds after which a receiver requests a better source than one that is itself still receiving."""
 _ASK_S = 0.5
 _SMALL = 64 * 1024
-"""Bytes of a portion whose digest takes less time than to hand it to another thread."""
+"""Most bytes of a portion whose digest is computed in the event loop: a switch to another thread would take longer."""
 
 Plan = Mapping[tuple[str, bool, Version | None], list[Region]]
-"""By peer's worker, whether it sends digests, and the base of differences: the regions that come from it."""
+"""The regions to pull, by worker of the peer, whether it sends digests, and the base of differences."""
 
 
 def preference(workers: Iterable[str], *, version: Version, receiver: str, faults: Mapping[str, int]) -> list[str]:
-    """Order the holders of ``version`` for ``receiver``: fewest faults first, else by a hash of the three names."""
+    """Order the holders of ``version`` for ``receiver``: fewest faults first, then by a hash of the three names."""
 
     def key(worker: str) -> tuple[int, bytes]:
         return faults.get(worker, 0), blake2b(f"{receiver} {worker} {version.packed}".encode(), digest_size=8).digest()
@@ -56,10 +58,11 @@ def preference(workers: Iterable[str], *, version: Version, receiver: str, fault
 class TransferRecord:
     """Record of one finished transfer.
 
-    Times by ``clock.now``; nbytes: of the version, as far as it is needed here; sent: bytes that travelled for it;
-    holders: bytes that came from each worker, whatever travelled for them; reused: bytes of slices that had not changed
-    since a version held before; faults: peers that failed, stalled or sent wrong bytes; fallbacks: pulls that went
-    another way than the transport is meant to go, because that one failed.
+    started, finished: times by ``clock.now``; nbytes: needed bytes of the version; sent: bytes that travelled for them.
+    holders: bytes received from each worker, as content, not as sent.
+    reused: bytes of slices that were copied from a version held before, because they had not changed.
+    faults: number of failures, stalls and wrong bytes of peers; fallbacks: pulls that used another way than the
+    intended one, because that way failed.
     """
 
     version: Version
@@ -75,10 +78,12 @@ class TransferRecord:
 
 @dataclass(kw_only=True)
 class _Portion:
-    """Part of a tensor that comes out of one published slice.
+    """Part of a tensor that lies inside one published slice.
 
-    digest: "" where it is not the whole slice; checked: whether it was compared; whole: whether its bytes must travel
-    themselves, no difference.
+    place: array that receives it; digest: published digest, "" unless it is the whole slice; left: boxes that are
+    missing.
+    checked: whether its digest was compared; whole: whether its bytes must be sent in full, not as a difference.
+    givers: workers that sent parts of it.
     """
 
     tensor: str
@@ -92,13 +97,13 @@ class _Portion:
 
 
 class Transfer:
-    """Fills ``arena`` with what it has room for of ``manifest``'s version.
+    """Fills ``arena`` with its boxes of the version of ``manifest``.
 
-    receiver: this worker's id; peers: whom to pull from at first; sources: gives whom to pull from now, given the
-    workers that failed; changed: gives the event that is set when the catalogue changes; known: by digest, arrays whose
-    bytes are at hand already; review_s: how often a better source is asked for while the one there is has not got all
-    itself; base: a version of which the same boxes are held here until the transfer is over, None for none; executor:
-    where digests are computed.
+    receiver: this worker's id; peers: the first sources; sources: returns the current sources, given the failed
+    workers.
+    changed: returns the event that is set when the catalogue changes; known: available slices by digest.
+    review_s: interval of requests for a better source while the current one is itself still receiving.
+    base: a version whose same boxes are held here during the transfer, None for none; executor: computes digests.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class Transfer:
         self._executor = executor
         self._portions = _portions(manifest, arena)
         self._verifying: set[asyncio.Future[None]] = set()
-        self._given: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._reused = 0
@@ -139,7 +144,7 @@ class Transfer:
         self._over = False
 
     async def run(self) -> TransferRecord:
-        """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
+        """Pull until all bytes have arrived. Waits without limit while no peer has missing bytes; cancel it to stop."""
         started, fallbacks = clock.now(), self._transport.fallbacks
         await self._reuse()
         waits = delays()
@@ -161,25 +166,25 @@ class Transfer:
             sent=self._sent,
             started=started,
             finished=clock.now(),
-            holders=dict(self._given),
+            holders=dict(self._received),
             reused=self._reused,
             faults=self._faults.total(),
             fallbacks=self._transport.fallbacks - fallbacks,
         )
 
     def end(self) -> None:
-        """Let go of those who wait for something of it: it is complete, or was given up."""
+        """Wake all waiters for parts of the version: the transfer is complete, or was cancelled."""
         self._over = True
         self._advance()
 
     def read(self, tensor: str, box: Box) -> memoryview:
-        """Return the bytes of a box. Raises StaleHandle unless all of it is here and was checked."""
+        """Return the bytes of a box. Raises StaleHandle unless all of it has arrived and was checked."""
         if not self._has(tensor, box):
-            raise StaleHandle(f"{self.version}: {tensor!r} at {box} has not come yet", where=self._receiver)
+            raise StaleHandle(f"{self.version}: {tensor!r} at {box} has not arrived yet", where=self._receiver)
         return self._arena.read(tensor, box)
 
     async def until(self, tensor: str, box: Box) -> None:
-        """Wait until a box is here and was checked, or will not come."""
+        """Wait until a box has arrived and was checked, or will not arrive."""
         while not self._over and not self._has(tensor, box):
             await self._advanced.wait()
 
@@ -197,22 +202,22 @@ class Transfer:
         advanced.set()
 
     async def _find(self) -> None:
-        """Ask whom to pull from now; if nobody answers, go on with those before, which may be back.
+        """Request the current sources. If there is no reply, keep the previous ones, which may have recovered.
 
-        Raises what the catalogue answers where those have failed, or there are none.
+        Raises an error that the catalogue returns if the previous sources have failed, or there are none.
         """
         failed, self._failed = frozenset(self._failed), set()
         try:
             self._peers = await self._sources(failed)
         except AsyncFlowError as error:
-            unheard = isinstance(error, PeerLost | DeadlineExceeded)
-            if not unheard and (failed or not self._peers):
+            no_reply = isinstance(error, PeerLost | DeadlineExceeded)
+            if not no_reply and (failed or not self._peers):
                 raise
             self._failed |= failed
-            log.info("weights: %s: %s; it goes on with those it has", self.version, error)
+            log.info("weights: %s: %s; it continues with the previous sources", self.version, error)
 
     async def _pull_from(self, peers: Sequence[PeerView]) -> None:
-        """Pull what is missing, until all streams have ended or there are better peers."""
+        """Pull the missing bytes until all streams have ended or there are better sources."""
         gate, addresses = asyncio.Semaphore(_STREAMS), {peer.worker: peer.address for peer in peers}
         streams = {
             asyncio.create_task(
@@ -237,7 +242,7 @@ class Transfer:
         await asyncio.gather(*self._verifying)
 
     async def _has_better(self) -> bool:
-        """Ask whom to pull from, and return whether it is somebody else, from whom the rest is pulled then."""
+        """Request the current sources; if they have changed, use them for the rest and return True."""
         try:
             async with asyncio.timeout(_ASK_S):
                 found = await self._sources(frozenset())
@@ -258,7 +263,7 @@ class Transfer:
 
     @property
     def missing(self) -> int:
-        """Bytes that have not come, or were wrong."""
+        """Bytes that have not arrived, or were wrong."""
         return sum(box.volume * portion.place.itemsize for portion in self._unfinished() for box in portion.left)
 
     async def _reuse(self) -> None:
@@ -296,14 +301,14 @@ class Transfer:
             except AsyncFlowError as error:
                 self._faults[source.worker] += 1
                 self._failed.add(source.worker)
-                log.info("weights: %s: %s; its rest comes from elsewhere", self.version, error)
+                log.info("weights: %s: %s; the rest comes from other sources", self.version, error)
 
     def _take(self, worker: str, region: Region, data: memoryview) -> None:
         portion = next(portion for portion in self._portions[region.tensor] if intersect(portion.box, region.box))
         self._arena.write(region.tensor, region.box, data)
         portion.left = [rest for box in portion.left for rest in subtract(box, [region.box])]
         portion.givers.add(worker)
-        self._given[worker] += data.nbytes
+        self._received[worker] += data.nbytes
         if not portion.left and portion.digest and data.nbytes == portion.place.nbytes <= _SMALL:
             self._compare(portion, digest_of(portion.place))
         elif not portion.left and portion.digest:
@@ -355,7 +360,7 @@ def _box(held: Mapping[str, Box] | None, portion: _Portion) -> Box | None:
 
 
 async def _either(changed: asyncio.Event, *, within_s: float) -> None:
-    """Wait until a change, at most so long."""
+    """Wait for a change, at most ``within_s`` seconds."""
     try:
         async with asyncio.timeout(within_s):
             await changed.wait()

@@ -1,12 +1,12 @@
 """Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
-A transport may want versions in memory of its own kind, that peers reach by another way than a socket: ``allocate``
-gives it. One that has found wrong bytes is told so by ``doubt``, and may go another way from then on.
+A transport may need versions in its own kind of memory, which peers reach without a socket; ``allocate`` returns such
+memory. The receiver reports wrong bytes by ``doubt``, after which the transport may use another way.
 
-Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
-asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not. What the sink
-gets is always the whole bytes of a region, whatever travelled for them. Only trainers, publishers, rollouts and
-followers of the job are pulled from.
+Invariants: ``pull`` passes every region at most once to the sink. If it raises, the regions already passed remain
+valid, and the caller requests only the rest from another peer. A slow peer is waited for; a peer without progress is
+not. The sink always receives all bytes of a region, even if fewer travelled. Only trainers, publishers, rollouts and
+followers of the job are accepted as sources.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ GROUP = "asyncflow.transports"
 """Entry-point group under which transports are registered."""
 
 LONGEST_WAIT_S = 10.0
-"""Seconds that a holder lets a peer wait at most for what it has not got yet itself."""
+"""Longest time, in seconds, that a holder lets a peer wait for data that it does not have yet."""
 _PEERS = ("trainer", "rollout", PUBLISHER, FOLLOWER)
 
 Read = Callable[[Version, str, Box], memoryview]
-"""Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
+"""Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle if it is not held."""
 
 Until = Callable[[Version, Sequence["Region"]], Awaitable[None]]
-"""Waits while a version arrives here and the first of the regions is still to come; returns at once for any other."""
+"""Waits while a version is arriving and the first of the regions is missing; returns immediately for any other."""
 
 
 class Sink(Protocol):
-    """Taker of the bytes of a region, in C order; they are only valid during the call."""
+    """Receiver of the bytes of a region, in C order. The bytes are valid only during the call."""
 
     def __call__(self, region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
-        """Take ``data``; sent: the bytes that travelled for it, None where these were as many."""
+        """Accept ``data``. sent: number of bytes that travelled for it, None if equal to its size."""
 
 
-async def at_once(version: Version, regions: Sequence[Region]) -> None:
-    """Wait for nothing: the ``Until`` of a worker that serves only what it has whole."""
+async def no_wait(version: Version, regions: Sequence[Region]) -> None:
+    """Return immediately: the ``Until`` of a worker that serves only complete versions."""
 
 
 def digests_of(frames: Iterable[memoryview]) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer to pull from: its worker id and the address that its transport gave."""
+    """A peer to pull from: its worker id and the address that its transport returned from ``start``."""
 
     worker: str
     address: str
@@ -81,9 +81,9 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Pull(NamedTuple):
     """Regions of a version to pull from a source.
 
-    checked: the receiver can check none of these bytes itself, so the source sends the digest of each chunk and the
-    transport compares. base: a version of which this worker holds the same regions, so that ``Read`` gives them: a
-    source that holds it too may send what differs instead.
+    checked: the receiver has no published digest for these bytes, so the source sends the digest of each chunk and the
+    transport compares it. base: a version of which this worker holds the same regions, readable by ``Read``; a source
+    that also holds it may send differences instead.
     """
 
     source: Source
@@ -94,10 +94,10 @@ class Pull(NamedTuple):
 
 
 class Transport(ABC):
-    """Moves weights between host memories. One object serves this worker's versions and pulls from peers.
+    """Moves weights between the host memories of workers. One object serves a worker's versions and pulls from peers.
 
-    allocate: gives the memory that versions are to lie in, from ``start`` on and in any thread; fallbacks: pulls that
-    went another way than this transport is meant to go, because that one failed.
+    allocate: returns the memory for versions; may be called after ``start``, in any thread. fallbacks: number of pulls
+    that used another way than the intended one, because that way failed.
     """
 
     allocate: Allocate = staticmethod(anonymous)
@@ -105,41 +105,41 @@ class Transport(ABC):
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
-        """Make the transport of a worker. ``open_transport`` says what of."""
+        """Create the transport of a worker. For the parameters see ``open_transport``."""
         del device, collective
         return cls(**options)
 
     @classmethod  # noqa: B027 - most transports need nothing
     def check(cls) -> None:
-        """Raise ManifestError where this machine lacks what the transport needs; imports no torch."""
+        """Raise ManifestError if this machine lacks a requirement of the transport. Does not import torch."""
 
     def doubt(self, worker: str) -> None:  # noqa: B027 - most transports have one way only
-        """Note that bytes which came from ``worker`` were not those that it had published."""
+        """Record that bytes received from ``worker`` did not match their published digest."""
 
     @abstractmethod
-    async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Serve what ``read`` gives, from the running loop; give the address that peers ``pull`` from.
+    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+        """Serve the data that ``read`` returns, in the running event loop; return the address for ``pull``.
 
-        A transport that can let a peer wait awaits ``until`` before it reads; another refuses what has not come.
+        A transport that can let a peer wait awaits ``until`` before it reads. Other transports refuse missing data.
         """
 
     @abstractmethod
     async def pull(self, pull: Pull, *, sink: Sink) -> None:
-        """Pull regions in chunks, which tile them, and give each to ``sink``.
+        """Pull regions in chunks that tile them, and pass each chunk to ``sink``.
 
-        Raises PeerLost or DeadlineExceeded when the source is gone or makes no progress, StaleHandle when it does not
-        hold the version any more, ProtocolError when it sends anything else.
+        Raises PeerLost if the source has ended, DeadlineExceeded if it makes no progress, StaleHandle if it does not
+        hold the data, ProtocolError if it sends anything else.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Serve no longer; pulls in flight raise PeerLost."""
+        """Stop serving; pulls in progress raise PeerLost."""
 
 
 class CallTransport(Transport):
     """Base of transports that serve calls at an address of their own.
 
-    name: this worker, in logs and errors; bind, advertise, credentials: as in ``RpcServer``.
+    name: the name of this worker in logs and errors; bind, advertise, credentials: as in ``RpcServer``.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class CallTransport(Transport):
         self._clients: set[RpcClient] = set()
         self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
         self._read: Read | None = None
-        self._until: Until = at_once
+        self._until: Until = no_wait
 
-    async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Serve what ``read`` gives; return the address."""
+    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+        """Serve the data that ``read`` returns; return the address."""
         self._read = read
         self._until = until
         return await self._server.start()
@@ -171,7 +171,7 @@ class CallTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def _client(self, pull: Pull) -> AsyncIterator[RpcClient]:
-        """Open a client to the source of a pull, which is closed with the context."""
+        """Open a client to the source of a pull; it is closed at the end of the context."""
         client = RpcClient(
             name=f"{self.name} pulls {pull.version}",
             resolve=pull.source.address,
@@ -187,14 +187,14 @@ class CallTransport(Transport):
 
 
 def find_transport(kind: str) -> type[Transport]:
-    """Return the class that is registered as ``kind``. Raises ManifestError where there is none."""
+    """Return the class registered as ``kind``. Raises ManifestError if there is none."""
     return load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
 
 
 def open_transport(kind: str, /, *, device: str = "cpu", collective: str = "gloo", **options: Any) -> Transport:
-    """Make the transport that is registered as ``kind``. Raises ManifestError where there is none.
+    """Create the transport registered as ``kind``. Raises ManifestError if there is none.
 
-    device: torch's name of this worker's device; collective: the torch.distributed back end for such devices; options:
-    ``name``, ``bind`` and ``credentials`` of what the transport listens with, as in ``RpcServer``.
+    device: torch's name of this worker's device; collective: the torch.distributed back end for this device; options:
+    ``name``, ``bind`` and ``credentials`` of the transport's server, as in ``RpcServer``.
     """
     return find_transport(kind).of(device=device, collective=collective, **options)
