@@ -56,7 +56,7 @@ def claimer_of(
         queue=queue,
         instance=instance or loaded(),
         slots=4,
-        got=got,
+        on_rows=got,
         parked=parked,
         backlog=backlog,
     )

@@ -209,7 +209,7 @@ def test_a_prefix_is_kept_by_engines_that_know_how():
     class Other(SimulatedEngine):
         can_keep_prefix = False
 
-    with pytest.raises(ManifestError, match="computes anew"):
+    with pytest.raises(ManifestError, match="can only recompute"):
         Other(folder=None, slots=1, max_length=8, keeps_prefix=True)
 
 

@@ -55,7 +55,7 @@ async def killed(rollout):
             task.cancel()
         await asyncio.wait(rollout.worker._tasks)
 
-    rollout.worker._hand_back = nothing_is_told
+    rollout.worker._leave = nothing_is_told
     await rollout.leave()
 
 

@@ -164,7 +164,7 @@ async def test_rows_may_begin_once_their_prompts_are_fetched_from_each_unit_at_o
 async def test_rows_whose_prompts_cannot_be_had_are_given_back(table):
     table.queue.fails = lambda call, names: PeerLost("the unit is away") if call == "fetch" else None
     (job,) = await table.take(leased(1))
-    assert table.queue.given_back == [([10], "the prompt cannot be had", None)]
+    assert table.queue.given_back == [([10], "the prompt cannot be fetched", None)]
     assert (len(table.rows), table.holding, job.gone, table.instance.held) == (0, [1, 0], True, 0)
 
 
@@ -211,9 +211,9 @@ async def test_a_row_that_went_to_another_is_forgotten_with_its_sequence(table, 
 
 async def test_rows_are_given_back_with_what_is_new_of_their_responses(table):
     grown, saved, empty, kept = await table.take(leased(1), leased(2), leased(3), leased(4))
-    saved.kept = 2
+    saved.saved_tokens = 2
     there = {grown: response(3), saved: response(2), kept: response(1)}
-    await table.rows.give_back([grown, saved, empty], reason="it leaves", there=there)
+    await table.rows.give_back([grown, saved, empty], reason="it leaves", partial=there)
     assert table.queue.given_back == [
         ([20, 30], "it leaves", None),
         ([10], "it leaves", [[20, 21, 22]]),
@@ -226,7 +226,7 @@ async def test_rows_are_given_back_with_what_is_new_of_their_responses(table):
 async def test_a_beginning_that_is_not_taken_keeps_no_row_from_others(table):
     jobs = await table.take(leased(1), leased(2, unit=1))
     table.queue.fails = lambda call, names: PeerLost("the unit is away") if names else None
-    await table.rows.give_back(jobs, reason="it leaves", there={job: response(2) for job in jobs})
+    await table.rows.give_back(jobs, reason="it leaves", partial={job: response(2) for job in jobs})
     assert sorted(table.queue.given_back) == [([10], "it leaves", None), ([20], "it leaves", None)]
 
 
@@ -260,14 +260,18 @@ async def test_rows_are_returned_also_where_giving_back_is_cancelled(table):
 async def test_what_others_can_go_on_behind_is_all_but_the_last_token_of_what_has_ended(table):
     runs, ended, turned, waits = await table.take(leased(1), leased(2), leased(3), leased(4))
     table.unfinished = {("train", runs.row.meta.key): response(5)}
-    ended.made, turned.turn = response(4, finish="stop"), response(2)
-    assert {job: len(so_far) for job, so_far in table.rows.there().items()} == {runs: 5, ended: 3, turned: 2}
-    runs.kept, turned.kept = 4, 3
+    ended.response, turned.turn = response(4, finish="stop"), response(2)
+    assert {job: len(so_far) for job, so_far in table.rows.partial_responses().items()} == {
+        runs: 5,
+        ended: 3,
+        turned: 2,
+    }
+    runs.saved_tokens, turned.saved_tokens = 4, 3
     assert table.rows.unsaved() == 1 + 3
     newer = np.array([0, 0, 0, Version(0, 1).packed, 0])
     table.unfinished = {("train", runs.row.meta.key): replace(response(5), versions=newer)}
     table.trusted = lambda so_far: so_far.before(Version(0, 1))
-    assert [table.rows.there()[job].ids.tolist() for job in (runs, ended)] == [[20, 21, 22]] * 2
+    assert [table.rows.partial_responses()[job].ids.tolist() for job in (runs, ended)] == [[20, 21, 22]] * 2
     assert table.rows.backlog() == 1
     assert not waits.gone
 
@@ -296,11 +300,11 @@ async def test_long_responses_are_saved_again_and_again_as_far_as_they_are_new(t
     table.queue.refuses = {20}
     assert await look(long=1, refused=2) == [], "they may soon be delivered"
     assert await look(long=2, refused=2, short=1) == [{10: [20, 21], 20: [20, 21]}]
-    assert (long.kept, refused.kept, short.kept) == (2, 0, 0)
+    assert (long.saved_tokens, refused.saved_tokens, short.saved_tokens) == (2, 0, 0)
     assert await look(long=2) == [], "nothing of it is new"
     table.queue.fails = lambda call, names: PeerLost("the unit is away")
     assert await look(long=3) == []
-    assert long.kept == 2
+    assert long.saved_tokens == 2
     table.queue.fails = lambda call, names: None
     assert await look(long=4) == [{10: [20, 21, 22, 23]}]
     assert set(slept) == {SETTINGS.lease_s / 3}

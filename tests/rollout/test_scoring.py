@@ -44,7 +44,7 @@ async def test_a_group_that_comes_apart_is_scored_whole_by_the_next_holder(world
     await world.publish(0)
     await world.put(range(4), step=1, oldest=0)
     await until(lambda: any(job.generated for job in slow.worker._in_flight), "a sample that waits for its group")
-    waiting = {job.row.meta.key: job.made for job in slow.worker._in_flight if job.generated}
+    waiting = {job.row.meta.key: job.response for job in slow.worker._in_flight if job.generated}
     await slow.leave()
     assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
     await world.rollout("fast", reward="rollout_reward:of_group")
@@ -81,7 +81,7 @@ def jobs_of(count: int) -> list[Job]:
             row=LeasedRow(row=meta.sample, meta=meta, attempt=0, lease="a", until=1.0, unit=0, bytes={}),
             group=group,
             prompt=Prompt(question="q", answer="a"),
-            made=made,
+            response=made,
         )
         for meta in metas
     ]
@@ -110,7 +110,7 @@ async def test_who_waits_or_is_being_scored_is_let_go_when_another_leaves(waitin
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     jobs[-1].gone = True
-    jobs[-1].group.come_apart()
+    jobs[-1].group.break_up()
     rewards.let.set()
     assert await asyncio.gather(*tasks) == [None] * waiting
 

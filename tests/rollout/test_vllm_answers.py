@@ -18,7 +18,7 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
 from asyncflow.rollout.engines.vllm import engine as vllm_engine
-from asyncflow.rollout.engines.vllm.engine import VllmEngine, _asked, _Open
+from asyncflow.rollout.engines.vllm.engine import VllmEngine, _Open, _request_body
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 from asyncflow.rollout.engines.vllm.server import VllmServer
 
@@ -145,10 +145,10 @@ def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
     begun = completed(answer([1, 2], finish="abort"), request_begun(V1))
     whole = request_begun(V1).request
     rest = _Open(replace(whole, continues=begun), V2)
-    body = _asked(rest)
+    body = _request_body(rest)
     assert body["token_ids"] == [1, 2, 1, 2]
     assert body["sampling_params"]["max_tokens"] == 6
-    assert body["sampling_params"]["seed"] != _asked(_Open(whole, V1))["sampling_params"]["seed"]
+    assert body["sampling_params"]["seed"] != _request_body(_Open(whole, V1))["sampling_params"]["seed"]
     ended = completed(answer([3, 4], finish="length"), rest, stops)
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3], "stop"), "the text begins in what was begun"
     assert ended.logprobs.tolist() == [-0.5, -1.0, -1.5]
@@ -159,14 +159,14 @@ async def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path) -> Non
     engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
     for temperature, error in ((0.009, ManifestError), (0.01, Refused), (0.0, Refused)):
         asked = replace(request_begun(V1).request, temperature=temperature)
-        with pytest.raises(error, match=r"samples at 0\.01" if error is ManifestError else "no weights"):
+        with pytest.raises(error, match=r"would sample at 0\.01" if error is ManifestError else "no weights"):
             await engine.generate(asked)
     await engine.close()
 
 
 @pytest.mark.parametrize("broken", [{"finish": "error"}, {"finish": "stop", "logprobs": {"content": []}}])
 def test_an_answer_that_is_not_whole_is_an_error_and_not_a_short_response(broken) -> None:
-    with pytest.raises(AsyncFlowError, match="is not whole"):
+    with pytest.raises(AsyncFlowError, match="is incomplete"):
         completed(answer([1, 2], **broken), request_begun(V1))
 
 
@@ -213,7 +213,7 @@ async def test_a_probe_of_which_a_token_has_no_log_prob_is_not_whole(tmp_path) -
     engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
     async with served(engine._server, tmp_path, b'{"prompt_logprobs": [null, {"4": {"logprob": -1}}, null]}'):
         assert (await engine.probe([3, 4])).tolist() == [-1.0]
-        with pytest.raises(AsyncFlowError, match="not whole: 1 log-probs of 2 tokens"):
+        with pytest.raises(AsyncFlowError, match="incomplete: 1 log-probs of 2 tokens"):
             await engine.probe([3, 4, 5])
     await engine.close()
 
@@ -238,4 +238,4 @@ async def test_a_line_of_metrics_that_nobody_understands_does_not_end_the_watch(
     async with asyncio.timeout(5):
         await engine._watch()
     assert ended == ["it made no token for 0.01 s while 1 requests ran"]
-    assert [record.message.partition(",")[0] for record in caplog.records] == ["vLLM's metrics are not understood"]
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["vLLM's metrics cannot be parsed"]

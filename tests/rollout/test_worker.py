@@ -499,8 +499,8 @@ async def test_a_unit_that_is_away_holds_up_only_what_is_saved_and_handed_on_the
 
         monkeypatch.setattr(slow.queue, "give_back", recorded)
         del world.unit_addresses[1]
-        await until(lambda: sum(job.kept > 0 for job in slow.worker._in_flight) == 4, "what is saved")
-        assert {job.row.unit for job in slow.worker._in_flight if job.kept} == {0}
+        await until(lambda: sum(job.saved_tokens > 0 for job in slow.worker._in_flight) == 4, "what is saved")
+        assert {job.row.unit for job in slow.worker._in_flight if job.saved_tokens} == {0}
         made = slow.worker.status()["tokens_generated"]
         await until(lambda: slow.worker.status()["tokens_generated"] >= made + 8, "tokens that are not saved")
         await slow.leave()
@@ -527,7 +527,7 @@ async def test_generation_goes_on_where_nothing_can_be_saved(tmp_path, monkeypat
 
 def test_what_is_saved_has_been_under_way_since_the_look_before_and_has_grown():
     young, old, grown, taken_over = (leased(purpose="train", there=()) for _ in range(4))
-    old.kept = grown.kept = taken_over.kept = 2
+    old.saved_tokens = grown.saved_tokens = taken_over.saved_tokens = 2
     made = {young: beginning(9), old: beginning(2), grown: beginning(3), taken_over: beginning(3)}
     assert worth_saving(made, before={old, grown}) == [grown, taken_over]
     assert worth_saving(made, before=set(made)) == [young, grown, taken_over]

@@ -1,1 +1,1 @@
-"""Rollout: engines that generate, and the worker that feeds them from the queue."""
+"""Rollout: engines that generate, and the worker that feeds them with rows from the queue."""

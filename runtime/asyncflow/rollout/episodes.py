@@ -1,12 +1,12 @@
-"""Samples of several turns: the model says something, an environment answers, and so on until either ends it.
+"""Samples of several turns: the model generates a turn, an environment answers, until one of them ends the episode.
 
     engine ── a turn that stops ──> environment ── text ──> observation, masked in the loss ──> engine ...
-                                         └── None, or it was the last turn allowed: the response is done
+                                         └── None, or it was the last turn allowed: the response is complete
 
-Invariants: the environment is asked with the prompt and the transcript, which is read from the response's tokens, and
-keeps nothing from one question to the next; so a sample is a function of its row, the settings and the weights, and who
-has the row next goes on as who had it before would have. A turn that another ended is handed on without its last token,
-which whoever goes on makes again, as it does for any response.
+Invariants: the environment receives the prompt and the transcript, which is read from the response's tokens, and keeps
+no state between requests. A sample is therefore a function of its row, the settings and the weights, and the next
+holder of the row continues exactly as the previous one would have. An aborted turn is handed on without its last token,
+which the next holder makes again, as for any response.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from asyncflow.rollout.job import Job
 
 
 class Episodes:
-    """Makes the responses of one instance.
+    """Generates the responses of one instance.
 
-    environment: None where they have one turn; max_turns: of the model; stop_ids: those that end a turn.
+    environment: None if responses have one turn; max_turns: most turns of the model; stop_ids: the ids that end a turn.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Episodes:
         self._transcriber = Transcriber(tokenizer=tokenizer, stop_ids=stop_ids)
 
     async def run(self, job: Job, request: GenerationRequest) -> tuple[Completion, RewardResult | None]:
-        """Make the response to ``request``, ``aborted`` where the engine was told to end it.
+        """Generate the response to ``request``; its finish is ``aborted`` if it was aborted.
 
-        Return why it has no reward, too: where its environment did not answer. Between two turns ``job.turn`` is what
-        there is.
+        Also return the reason for a missing reward, if the environment has failed. ``job.turn`` is the partial response
+        between two turns.
         """
         while True:
             completion = await self._engine.generate(request)

@@ -1,7 +1,7 @@
-"""An engine that follows a job or a publisher: it loads each new version as soon as that is here, and serves all.
+"""An engine that follows a job or a publisher: it loads each new version as soon as it has arrived, and serves it.
 
-Invariant: the engine is changed by nothing but these versions; one that serves, of a fleet that is staggered, changes
-only in its turn; where the job ends, the last one stays loaded, and when the job goes on, so does the engine.
+Invariants: only these versions change the engine's weights. In a staggered fleet, a serving engine changes its weights
+only in its turn. When the job ends, the last version stays loaded; when the job resumes, the engine follows it again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _AGAIN_S = 5.0
 
 
 class FollowingEngine:
-    """Loads the versions of followers that ``join`` makes, one after another, into ``engine``.
+    """Loads into ``engine`` the versions of the followers that ``join`` creates, one follower after another.
 
-    join: returns a follower that is not started, and the loader that brings its versions into the engine; join_s: for
-    how long a driver is waited for before it is said that it does not answer.
+    join: returns a follower, not started, and the loader of its versions into the engine; join_s: seconds to wait for a
+    driver before a warning that it does not answer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FollowingEngine:
         self._permits: SwapPermits | None = None
 
     async def run(self) -> None:
-        """Follow for ever. Raises what ends the engine: an error of its own, weights that do not fit it."""
+        """Follow forever. Raises an error that ends the engine: its own, or weights that do not fit it."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._engine.ended())
             while True:
@@ -59,7 +59,7 @@ class FollowingEngine:
         return {**self._loader.status(), "waits_permit": self._permits is not None and self._permits.waiting}
 
     async def _follow(self) -> None:
-        """Follow one life of the driver, from when it answers to when it says that the job ends."""
+        """Follow one life of the driver, from its first answer to the end of the job."""
         follower, self._loader = self._join(self._status)
         self._permits = follower.permits
         try:
@@ -76,7 +76,7 @@ class FollowingEngine:
             await follower.close()
 
     async def _load(self, loader: WeightLoader, version: Version, receiver: WeightReceiver) -> None:
-        """Load a version that is here, or one that is newer when the engine may change."""
+        """Load a version that has arrived, or a newer one if one has arrived when the engine may change its weights."""
         serving = self._engine.version
         with receiver.keeping(version.step):
             if serving is not None:
@@ -93,9 +93,9 @@ class FollowingEngine:
 
     async def _swap(self, loader: WeightLoader, version: Version) -> None:
         prepared = await loader.prepare(version.step)
-        began = time.monotonic()
+        started = time.monotonic()
         with self._engine.spans.beside("swap", version=version.step):
             await loader.load(prepared)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         loader.swapped(version.step, seconds)
         log.info("swapped to %s in %.3f s", prepared.version, seconds)

@@ -1,7 +1,7 @@
-"""One leased row on its way through an instance, and the settings under which it is made.
+"""One leased row on its way through an instance, and the settings for its generation.
 
-Invariant: what is generated for a row is a function of the row, the settings that all instances share and the weights;
-nothing of the instance enters the request.
+Invariant: the response to a row is a function of the row, the settings that all instances share, and the weights. A
+request contains nothing that depends on the instance.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from asyncflow.rpc.columns import Jagged
 INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
 RESPONSE = ("response_ids", "logprobs", "versions")
-"""Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token; and ``LOSS_MASK``
-where responses have several turns."""
+"""Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry per token; also ``LOSS_MASK``
+if responses have several turns.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """Settings that all instances of a job have in common.
+    """Settings that all instances of a job share.
 
-    temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
-    sampling; group_sizes: samples of a prompt, by purpose; lease_s: of the ``rollout`` tasks; call_s: for one call to
-    the queue; load_s: for the weights of rows that were claimed, which are given back afterwards; drain_s: for samples
-    that are generated but not yet delivered when the instance leaves; mixes: whether a response may be made by several
-    versions (``swapAt: token``); max_turns: of the model in one response; judges: whether responses are scored here,
-    and not by a role of their own; probe_gap: most by which the engine's log-probs may differ on average from those
-    published with the weights that it has loaded.
+    temperature, max_tokens: defaults, which a row's tags may override; stop_ids, stop_texts: end a response.
+    seed: of the sampling; group_sizes: number of samples of a prompt, by purpose.
+    lease_s: duration of a lease of the ``rollout`` task; call_s: timeout of one call to the queue.
+    load_s: time to wait for the weights of claimed rows, which are given back afterwards.
+    drain_s: time to deliver generated samples when the instance leaves.
+    mixes: whether several versions may make one response (``swapAt: token``); max_turns: of the model in one response.
+    judges: whether responses are scored here, and not by a separate role.
+    probe_gap: largest allowed mean difference of the engine's log-probs from those published with the loaded weights.
     """
 
     temperature: float
@@ -67,9 +69,9 @@ class RolloutSettings:
 
 @dataclass(eq=False, kw_only=True)
 class ClaimedGroup:
-    """The rows of one prompt that one claim gave; see ``rollout.scoring``.
+    """The rows of one prompt from one claim; see ``rollout.scoring``.
 
-    examples: what is generated of them; scored: their rewards, None where the group came apart.
+    examples: the generated samples, as input of the reward function; scored: their rewards, None if it is broken up.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -77,25 +79,25 @@ class ClaimedGroup:
     scored: asyncio.Future[dict[Job, RewardResult] | None] | None = field(default=None, repr=False)
 
     @property
-    def apart(self) -> bool:
-        """True where a row left before the group was scored."""
+    def broken(self) -> bool:
+        """True if a row left before the group was scored."""
         scored = self.scored is not None and self.scored.done() and self.scored.result() is not None
         return not scored and any(job.gone for job in self.jobs)
 
-    def come_apart(self) -> None:
-        """Let those that wait go, unless they are scored."""
+    def break_up(self) -> None:
+        """Release the samples that wait for the group's rewards, unless it is scored."""
         if self.scored is not None and not self.scored.done():
             self.scored.set_result(None)
 
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it; group:
-    the rows of its prompt that came with it, itself among them.
+    """A leased row.
 
-    begun: the beginning of the response, as an earlier holder left it; turn: what there is of it while its environment
-    is asked; made: the response, once it is generated; kept: how many of its tokens are where the next holder finds
-    them.
+    prompt: None until it is fetched; gone: whether the row is no longer held here; task: generates the response.
+    group: the rows of its prompt from the same claim, including this one.
+    begun: start of the response by an earlier holder; turn: partial response while its environment answers.
+    response: the response, once it is generated; saved_tokens: number of its tokens that the next holder would find.
     """
 
     row: LeasedRow
@@ -104,8 +106,8 @@ class Job:
     prompt: Prompt | None = None
     begun: Completion = NOTHING
     turn: Completion | None = None
-    made: Completion | None = None
-    kept: int = 0
+    response: Completion | None = None
+    saved_tokens: int = 0
     gone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -113,15 +115,15 @@ class Job:
         self.group.jobs.append(self)
 
     def needs(self, step: int, *, loaded: Version | None) -> bool:
-        """Return whether the row may begin under version step ``step`` but not under the one loaded."""
+        """Return whether the row may be made under the version of ``step`` but not under the loaded one."""
         window = self.work.window
-        here = loaded is not None and window.oldest <= loaded.step <= window.newest
-        return window.oldest <= step <= window.newest and not here
+        loaded_fits = loaded is not None and window.oldest <= loaded.step <= window.newest
+        return window.oldest <= step <= window.newest and not loaded_fits
 
     @property
     def generated(self) -> bool:
         """True once the response is generated."""
-        return self.made is not None
+        return self.response is not None
 
     @property
     def purpose(self) -> Literal["train", "eval"]:
@@ -130,26 +132,27 @@ class Job:
 
     @property
     def work(self) -> Work:
-        """The row as ``flow.instance`` sees it; the job itself is its name."""
+        """The row as input of ``flow.instance``; the job itself is its id."""
         meta = self.row.meta
         return Work(self, self.purpose, VersionWindow(meta.min_version, meta.max_version))
 
     @property
     def was_begun(self) -> bool:
-        """True where an earlier holder has left the beginning of a response, and none has finished it."""
-        there = self.row.bytes
-        return all(name in there for name in RESPONSE) and "reward" not in there
+        """True if an earlier holder has left the start of a response, and no holder has finished it."""
+        lengths = self.row.bytes
+        return all(name in lengths for name in RESPONSE) and "reward" not in lengths
 
     @property
     def ended(self) -> Completion | None:
-        """Response, or its part up to the end of a turn, that has ended here; None while the engine makes it."""
-        return self.turn if self.made is None else self.made
+        """The response, or its part up to the end of a turn, once it has ended here; None while it is generated."""
+        return self.turn if self.response is None else self.response
 
     def request(self, settings: RolloutSettings, *, loaded: Version, continues: bool) -> GenerationRequest:
-        """Return what the engine is asked for, which has the weights of ``loaded``. continues: whether it may go on.
+        """Return the request for the engine, which has loaded ``loaded`` and, if ``continues``, may continue responses.
 
-        What was begun is continued by the weights that began it, in training rows also by newer ones where responses
-        may mix versions, and else made anew.
+
+        A partial response is continued if the loaded version made all of it. In training rows, a newer version may also
+        continue it if responses may mix versions. Otherwise the response is made from scratch.
         """
         meta, versions = self.row.meta, self.begun.versions
         max_tokens = int(meta.tags.get("max_tokens", settings.max_tokens))
@@ -169,7 +172,7 @@ class Job:
         )
 
     def example(self, transcript: list[Message]) -> Example:
-        """Return what reward function and environment are asked about what has ended: the last turn is the response."""
+        """Return the input for the reward function or the environment; its response is the last turn that has ended."""
         assert self.prompt is not None
         assert self.ended is not None
         return Example.of(self.prompt, transcript, length=len(self.ended))
@@ -177,9 +180,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOutcome:
-    """A sample that is finished: what goes into the row's columns and tags.
+    """A finished sample, from which the row's columns and tags are made.
 
-    reward: None where it is scored elsewhere, and nothing has kept it from having a reward so far.
+    reward: None if it is scored elsewhere and has not failed so far.
     """
 
     job: Job
@@ -188,10 +191,10 @@ class SampleOutcome:
 
     @property
     def tags(self) -> dict[str, Tag]:
-        """The tags, so that counting and advantages need no fetch.
+        """The tags of the row, so that counting and advantages need no fetch.
 
-        Those of the reward; tokens: of the response; response_tokens: those that the model chose; turns: of the model,
-        where there may be several; version_min, version_max: steps of its oldest and newest token.
+        Tags of the reward; finish; tokens: of the response; response_tokens: those that the model chose; turns: of the
+        model, if there may be several; version_min, version_max: steps of the versions of its oldest and newest token.
         """
         versions = self.completion.versions
         steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
@@ -207,16 +210,18 @@ class SampleOutcome:
         }
 
 
-def worth_saving(there: Mapping[Job, Completion], *, before: Collection[Job]) -> list[Job]:
-    """Return the jobs whose responses are to be saved, as far as they are ``there``.
+def worth_saving(partial: Mapping[Job, Completion], *, before: Collection[Job]) -> list[Job]:
+    """Return the jobs whose partial responses are to be saved.
 
-    before: those that were under way at the look before; what is younger, and was begun here, may soon be delivered.
+    before: jobs that were running at the previous check. A younger one that started here may soon be delivered.
     """
-    return [job for job, so_far in there.items() if len(so_far) > job.kept and (job.kept or job in before)]
+    return [
+        job for job, part in partial.items() if len(part) > job.saved_tokens and (job.saved_tokens or job in before)
+    ]
 
 
 def response_columns(made: Sequence[Completion], *, names: Collection[str]) -> dict[str, Jagged]:
-    """Return the columns of responses, finished or not. names: ``RolloutSettings.response``."""
+    """Return the columns of responses, complete or partial. names: ``RolloutSettings.response``."""
     found = {
         "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),
         "logprobs": Jagged.from_rows([completion.logprobs for completion in made], np.float32),
@@ -228,16 +233,14 @@ def response_columns(made: Sequence[Completion], *, names: Collection[str]) -> d
 
 
 def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
-    """Return the response, unfinished, that row ``index`` of a response's columns holds."""
+    """Return the partial response in row ``index`` of a response's columns."""
     ids, logprobs, versions = (columns[name].row(index) for name in RESPONSE)
     mask = columns[LOSS_MASK].row(index) if LOSS_MASK in columns else None
     return Completion(ids=ids, logprobs=logprobs, versions=versions, finish="aborted", loss_mask=mask)
 
 
 def columns(outcomes: Sequence[SampleOutcome], *, settings: RolloutSettings) -> dict[str, Jagged]:
-    """Return the columns of a response, by outcome; and of one that is judged here reward float32[1] and details
-    (uint8, JSON or nothing).
-    """
+    """Return the columns of outcomes: the response and, if scored here, reward float32[1] and details (uint8: JSON)."""
     found = response_columns([outcome.completion for outcome in outcomes], names=settings.response)
     if settings.judges:
         judged = [outcome.reward for outcome in outcomes if outcome.reward is not None]

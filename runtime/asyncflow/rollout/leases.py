@@ -1,16 +1,19 @@
-"""The leased rows of one rollout instance: claimed, held while samples are made of them, delivered or given back.
+"""The leased rows of one rollout instance: claimed, held during generation, and delivered or given back.
 
-``Claimer`` keeps one claim parked at the queue that says what the instance wants now; when the instance has swapped,
-filled up or staged another version, it is withdrawn and a new one takes its place, so that nothing waits for a claim to
-time out. ``InFlightTable`` holds the rows, fetches their prompts, renews their leases, and saves what there is of long
-responses, so that whoever has the rows next goes on behind it, however this instance ends. ``Delivery`` writes finished
-samples: one write at a time to each storage unit, with all that has piled up for it.
+``Claimer`` keeps one claim parked at the queue for the rows that the instance wants now. When the instance has swapped,
+filled up or staged another version, the claim is withdrawn and replaced, so that nothing waits for a claim's timeout.
+``InFlightTable`` holds the rows, fetches their prompts, renews their leases, and saves partial responses of long
+sequences, so that the next holder continues from them however this instance ends. ``Delivery`` writes finished samples:
+one write at a time to each storage unit, with all samples that wait for it.
 
-Invariants: at most one claim of a purpose is out; whatever it gives reaches ``got``, also when it was being withdrawn;
-a row that is held has its lease renewed until it is delivered, given back or lost; a row whose lease went to another is
-forgotten at once, its sequence with it; a sample is delivered, refused, or its lease is lost, and ``settled`` is called
-once with which; what the queue cannot be told ends with its lease; a unit that is away holds up only what belongs
-there; no sequence waits for anything to be saved, and a response is saved only as far as somebody can go on behind it.
+Invariants:
+* At most one claim per purpose is open. Its rows always reach ``on_rows``, even if the claim was being withdrawn.
+* The lease of a held row is renewed until the row is delivered, given back or lost. A row whose lease has passed to
+  another holder is dropped immediately, together with its sequence.
+* A sample is delivered or refused, and ``settled`` is called once with the result, or its lease is lost. If the queue
+  cannot be reached, the row becomes available again when its lease ends.
+* An unreachable storage unit delays only the samples that belong to it.
+* No sequence waits for a save, and a response is saved only as far as another instance can continue it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ _TASK = "rollout"
 _PARK_S = 30.0
 _WITHDRAW_S = 5.0
 _FETCH_S = 20.0
-"""Seconds for the columns of rows that were claimed, which are given back afterwards."""
+"""Timeout in seconds for fetching the columns of claimed rows, which are given back afterwards."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
@@ -60,10 +63,10 @@ _MOST_ROWS = 256
 
 
 class Claimer:
-    """Claims for one purpose.
+    """Claims rows for one purpose.
 
-    got: takes the rows; parked: called when a claim finds nothing ready; backlog: samples generated but not delivered;
-    slots: of the engine.
+    on_rows: receives the rows; parked: called when a claim finds no ready row; slots: of the engine; backlog: returns
+    the number of samples that are generated but not delivered.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Claimer:
         queue: QueueClient,
         instance: Instance,
         slots: int,
-        got: Callable[[list[LeasedRow]], None],
+        on_rows: Callable[[list[LeasedRow]], None],
         parked: Callable[[Purpose], None],
         backlog: Callable[[], int],
     ) -> None:
@@ -83,13 +86,13 @@ class Claimer:
         self._queue = queue
         self._instance = instance
         self._slots = slots
-        self._got = got
+        self._on_rows = on_rows
         self._parked = parked
         self._backlog = backlog
         self._outage = Outage(f"claiming {purpose} rows")
 
     async def run(self) -> None:
-        """Claim for ever."""
+        """Claim forever."""
         while True:
             self.changed.clear()
             ask = self._ask()
@@ -108,7 +111,7 @@ class Claimer:
         return self._instance.ask(self._purpose) if claims else None
 
     async def _claim(self, ask: Ask) -> None:
-        """Claim until rows come, the time is over, or the instance would ask for something else."""
+        """Claim until rows arrive, the time is over, or the instance would request something else."""
         ticket = uuid.uuid4().hex
         claim = asyncio.create_task(self._take(ask, ticket))
         claim.add_done_callback(lambda _: self.changed.set())
@@ -124,9 +127,9 @@ class Claimer:
             claim.result()
 
     async def _take(self, ask: Ask, ticket: str) -> None:
-        """Claim; rows are handed on in the step in which they come: no cancellation finds them in between.
+        """Claim, and pass the rows on in the same step of the event loop, so that a cancellation cannot lose them.
 
-        A partition that has ended is answered at once, and is asked again after ``ENDED_S``.
+        The queue answers immediately for a partition that has ended; the next claim follows after ``ENDED_S``.
         """
         claimed = await self._queue.claim(
             partition=self._partition,
@@ -138,12 +141,12 @@ class Claimer:
             ticket=ticket,
         )
         if rows := claimed.rows:
-            self._got(rows)
+            self._on_rows(rows)
         elif claimed.ended:
             await asyncio.sleep(ENDED_S)
 
     async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
-        """Wait until ``claim`` is done or asks for what is no longer right; call ``parked`` once."""
+        """Wait until ``claim`` is done or its request is outdated; call ``parked`` once if it waits."""
         until: float | None = asyncio.get_running_loop().time() + PARKED_S
         while not claim.done():
             try:
@@ -154,18 +157,18 @@ class Claimer:
                 self._parked(self._purpose)
                 continue
             self.changed.clear()
-            now = self._ask()
-            if now is None or (now.version, now.accept) != (ask.version, ask.accept):
+            current = self._ask()
+            if current is None or (current.version, current.accept) != (ask.version, ask.accept):
                 return
 
 
 class InFlightTable:
     """Holds the jobs of one instance.
 
-    changed: called whenever something may now begin or be claimed; holding: called with how many rows are here whenever
-    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``; trusted: gives as
-    much of a response as others may go on behind; spans: records when columns are fetched. lost: rows whose lease ended
-    here.
+    changed: called when a row may start or be claimed; holding: called with the number of held rows when it changes.
+    spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``.
+    trusted: returns the part of a response that other instances may continue.
+    spans: records the fetching of columns; lost: number of rows whose lease ended here.
     """
 
     def __init__(
@@ -201,20 +204,20 @@ class InFlightTable:
         return iter(self._jobs)
 
     def backlog(self) -> int:
-        """Return how many samples are generated and not delivered."""
+        """Return the number of samples that are generated and not delivered."""
         return sum(1 for job in self._jobs if job.generated)
 
     def take(self, rows: Iterable[LeasedRow]) -> None:
-        """Hold rows that a claim gave, and fetch their prompts."""
+        """Hold rows from a claim, and fetch their prompts."""
         groups: defaultdict[int, ClaimedGroup] = defaultdict(ClaimedGroup)
         jobs = [Job(row=row, group=groups[row.meta.serial]) for row in rows]
         self._jobs.update(jobs)
         self._holding(len(self._jobs))
-        never = {work.id for work in self._instance.take([job.work for job in jobs])}
-        if never:
-            self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs another version"))
-        for of_unit in by_unit(job for job in jobs if job not in never):
-            self._spawn(self._fetch(of_unit))
+        unusable = {work.id for work in self._instance.take([job.work for job in jobs])}
+        if unusable:
+            self._spawn(self.give_back([job for job in jobs if job in unusable], reason="it needs another version"))
+        for unit_jobs in by_unit(job for job in jobs if job not in unusable):
+            self._spawn(self._fetch(unit_jobs))
         self._changed()
 
     async def _fetch(self, jobs: list[Job]) -> None:
@@ -222,7 +225,7 @@ class InFlightTable:
             columns = await self._columns(jobs, INPUTS)
         except AsyncFlowError as error:
             log.warning("%d rows are given back: %s", len(jobs), error)
-            await self.give_back(jobs, reason="the prompt cannot be had")
+            await self.give_back(jobs, reason="the prompt cannot be fetched")
             return
         for index, job in enumerate(jobs):
             job.prompt_ids = tuple(columns["prompt_ids"].row(index).tolist())
@@ -234,11 +237,11 @@ class InFlightTable:
         self._changed()
 
     async def _fetch_begun(self, jobs: list[Job]) -> None:
-        """Fetch what earlier holders left; where it cannot be had, it is made anew."""
+        """Fetch the partial responses of earlier holders; a response that cannot be fetched is made from scratch."""
         try:
             columns = await self._columns(jobs, self._settings.response)
         except AsyncFlowError as error:
-            log.info("%d responses that were begun are made anew: %s", len(jobs), error)
+            log.info("%d partial responses are made from scratch: %s", len(jobs), error)
             return
         for index, job in enumerate(jobs):
             job.begun = begun_of(columns, index)
@@ -248,7 +251,7 @@ class InFlightTable:
             return await self._queue.fetch([job.row for job in jobs], names, timeout=_FETCH_S)
 
     async def renew(self) -> None:
-        """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
+        """Renew the leases of all held rows, forever; drop rows that have passed to another holder."""
 
         def ended(leases: set[str]) -> None:
             for job in [job for job in self._jobs if job.row.lease in leases]:
@@ -262,74 +265,74 @@ class InFlightTable:
             lease_s=self._settings.lease_s,
         )
 
-    def there(self) -> dict[Job, Completion]:
-        """Return what there is of each response that is not delivered, as far as others can go on behind it."""
+    def partial_responses(self) -> dict[Job, Completion]:
+        """Return the partial response of each undelivered row, as far as other instances can continue it."""
         running = self._unfinished()
         found = {
             job: running.get((job.purpose, job.row.meta.key)) if job.ended is None else job.ended.unended()
             for job in self._jobs
         }
-        return {job: self._trusted(so_far) for job, so_far in found.items() if so_far is not None}
+        return {job: self._trusted(part) for job, part in found.items() if part is not None}
 
     def unsaved(self) -> int:
-        """Return how many of the tokens that were made here would be made again if this instance ended now."""
-        return sum(max(0, len(so_far) - job.kept) for job, so_far in self.there().items())
+        """Return how many tokens made here would have to be made again if this instance ended now."""
+        return sum(max(0, len(part) - job.saved_tokens) for job, part in self.partial_responses().items())
 
     async def save(self) -> None:
-        """Save at intervals, for ever, what there is of responses that have been under way since the last time."""
+        """Save the partial responses of long sequences at intervals, forever."""
         before: set[Job] = set()
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
-            there = self.there()
-            for of_unit in by_unit(worth_saving(there, before=before)):
-                self._spawn(self._save({job: there[job] for job in of_unit}))
-            before = set(there)
+            partial = self.partial_responses()
+            for unit_jobs in by_unit(worth_saving(partial, before=before)):
+                self._spawn(self._save({job: partial[job] for job in unit_jobs}))
+            before = set(partial)
 
-    async def _save(self, there: Mapping[Job, Completion]) -> None:
-        rows = [job.row for job in there]
-        columns = response_columns(list(there.values()), names=self._settings.response)
+    async def _save(self, partial: Mapping[Job, Completion]) -> None:
+        rows = [job.row for job in partial]
+        columns = response_columns(list(partial.values()), names=self._settings.response)
         try:
             saved = await self._queue.save(rows, columns, timeout=self._settings.lease_s / 3)
         except AsyncFlowError as error:
-            log.info("%d responses in the making are not saved: %s", len(rows), error)
+            log.info("%d partial responses are not saved: %s", len(rows), error)
             return
-        for (job, so_far), ok in zip(there.items(), saved, strict=True):
-            job.kept = len(so_far) if ok else job.kept
-        if refused := sum(not ok and not job.gone for job, ok in zip(there, saved, strict=True)):
-            log.info("%d of %d responses in the making are not saved: there is no room", refused, len(rows))
+        for (job, part), ok in zip(partial.items(), saved, strict=True):
+            job.saved_tokens = len(part) if ok else job.saved_tokens
+        if refused := sum(not ok and not job.gone for job, ok in zip(partial, saved, strict=True)):
+            log.info("%d of %d partial responses are not saved: there is no room", refused, len(rows))
 
     async def give_back(
-        self, jobs: Iterable[Job], *, reason: str, there: Mapping[Job, Completion] | None = None
+        self, jobs: Iterable[Job], *, reason: str, partial: Mapping[Job, Completion] | None = None
     ) -> None:
-        """Return rows of which nothing is delivered to the queue, so that others may claim them.
+        """Return undelivered rows to the queue, so that others may claim them.
 
-        there: beginnings of responses, from which the next holders go on. They are forgotten at once, and returned also
-        where this is cancelled: see ``returned``.
+        partial: partial responses, which the next holders continue. The rows are dropped here immediately, and they are
+        returned even if this call is cancelled: see ``returned``.
         """
         held = [job for job in jobs if not job.gone]
         for job in held:
             self.forget(job)
-        begun = {job: so_far for job in held if there and (so_far := there.get(job)) and len(so_far) > job.kept}
+        begun = {job: part for job in held if partial and (part := partial.get(job)) and len(part) > job.saved_tokens}
         returning = asyncio.gather(
             self._return([job for job in held if job not in begun], reason=reason),
-            *(self._hand_on({job: begun[job] for job in of_unit}, reason=reason) for of_unit in by_unit(begun)),
+            *(self._hand_on({job: begun[job] for job in unit_jobs}, reason=reason) for unit_jobs in by_unit(begun)),
         )
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
         await asyncio.shield(returning)
 
     async def returned(self) -> None:
-        """Wait until all rows that were given back are returned, or it is known that they wait for their leases."""
+        """Wait until every row that was given back is returned, or left to the end of its lease."""
         await asyncio.gather(*self._returning)
 
     async def _hand_on(self, begun: Mapping[Job, Completion], *, reason: str) -> None:
-        """Return rows of one unit with what there is of their responses, or without it where that is not taken."""
+        """Return rows of one unit with their partial responses, or without them if the queue does not accept these."""
         rows = [job.row for job in begun]
         columns = response_columns(list(begun.values()), names=self._settings.response)
         try:
             await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
         except AsyncFlowError as error:
-            log.info("%d responses that were begun are not handed on: %s", len(begun), error)
+            log.info("%d partial responses are not handed on: %s", len(begun), error)
             await self._return(list(begun), reason=reason)
 
     async def _return(self, jobs: list[Job], *, reason: str) -> None:
@@ -341,11 +344,11 @@ class InFlightTable:
             log.info("%d rows wait for their leases to end: %s", len(jobs), error)
 
     def forget(self, job: Job) -> None:
-        """Forget a row that was delivered, given back or lost."""
+        """Drop a row that was delivered, given back or lost."""
         self._jobs.discard(job)
         self._holding(len(self._jobs))
         job.gone = True
-        job.group.come_apart()
+        job.group.break_up()
         self._instance.release(job)
         if job.task is not None and job.task is not asyncio.current_task():
             job.task.cancel()
@@ -353,7 +356,7 @@ class InFlightTable:
 
 
 def by_unit(jobs: Iterable[Job]) -> Iterable[list[Job]]:
-    """Return ``jobs`` apart by the storage unit at which their rows lie."""
+    """Return ``jobs`` grouped by the storage unit of their rows."""
     found: defaultdict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         found[job.row.unit].append(job)
@@ -361,8 +364,10 @@ def by_unit(jobs: Iterable[Job]) -> Iterable[list[Job]]:
 
 
 class Delivery:
-    """Writes samples. settled: called with each outcome and whether the queue took it; ended: with each task that has
-    written, whose error nobody would see otherwise.
+    """Writes samples.
+
+    settled: called with each outcome and whether the queue accepted it; ended: called with each finished writer task,
+    so that its error is not lost.
     """
 
     def __init__(
@@ -381,7 +386,7 @@ class Delivery:
         self._writers: dict[int, asyncio.Task[None]] = {}
 
     def put(self, outcome: SampleOutcome) -> None:
-        """Deliver ``outcome`` soon."""
+        """Queue ``outcome`` for writing."""
         unit = outcome.job.row.unit
         self._waiting.setdefault(unit, []).append(outcome)
         if unit not in self._writers:
@@ -389,7 +394,7 @@ class Delivery:
             writer.add_done_callback(self._ended)
 
     async def flush(self, *, timeout: float) -> None:
-        """Wait until nothing is undelivered, at most ``timeout`` seconds; then give up what is left."""
+        """Wait until everything is delivered, at most ``timeout`` seconds; then drop the rest."""
         writers = list(self._writers.values())
         if not writers:
             return
@@ -416,7 +421,7 @@ class Delivery:
             del self._waiting[unit], self._writers[unit]
 
     async def _complete(self, batch: list[SampleOutcome]) -> list[bool]:
-        """Write one batch; refused as a whole (the lease or the row is gone) means that none was taken."""
+        """Write one batch. If the queue refuses all of it (a lease or a row has ended), no sample was accepted."""
         try:
             return await self._queue.complete(
                 [outcome.job.row for outcome in batch],

@@ -1,7 +1,7 @@
-"""Lengths of responses that are made up: keyed by the sample like real ones, so that every run draws the same.
+"""Lengths of simulated responses: keyed by the sample, like real ones, so that every run draws the same lengths.
 
-Invariant: the length of a sample is a function of the distribution, the seed and the sample's key; who draws it, the
-simulated engine or the simulator, and when, makes no difference.
+Invariant: the length of a sample is a function of the distribution, the seed and the sample's key. It does not matter
+when it is drawn, or whether the simulated engine or the simulator draws it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from asyncflow.identity import SampleKey
 from asyncflow.rollout.sampling import stream, uniform
 
 _OWN: Final = (2**40, 2**40 + 1)
-"""Positions, never a token's, whose uniforms decide the length: of a turn that begins later, so many more."""
+"""Positions, beyond any token's, whose uniforms decide the length; shifted for later turns of an episode."""
 _COMMON: Final = (2**40 + 2, 2**40 + 3)
-"""The same, of the first sample of a prompt, for what the lengths of all its samples have in common."""
+"""The same for the first sample of a prompt: decides the common part of the lengths of all its samples."""
 _TURN_POSITIONS: Final = 4
-"""Positions that one turn needs for its length."""
+"""Number of positions that one turn uses for its length."""
 _STANDARD: Final = NormalDist()
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     """A distribution of response lengths, in tokens.
 
-    tokens: the median, or all lengths where sigma is 0 (0: the most that is allowed); sigma: of the log of the length,
-    which is normal; rho: correlation of these normals within a group; quantiles: of an empirical distribution, at
-    equal distances from the least to the greatest, instead of tokens and sigma; () for none.
+    tokens: the median, or the constant length if sigma is 0 (0: the maximum allowed).
+    sigma: standard deviation of the log of the length, which is normal.
+    rho: correlation of these normals within a group.
+    quantiles: of an empirical distribution that replaces tokens and sigma, equally spaced from the minimum to the
+    maximum; () for none.
     """
 
     tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
@@ -38,17 +40,17 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     quantiles: tuple[float, ...] = ()
 
     def of(self, key: SampleKey, *, seed: int, most: int, turn: int = 0) -> int:
-        """Return the length of a sample, at least 1 and at most ``most``. turn: tokens before its last turn."""
+        """Return the length of a sample, from 1 to ``most``. turn: number of tokens before its last turn."""
         normal = self._normal(key, seed, turn) if self.sigma or self.quantiles else 0.0
         return min(most, turn + max(1, round(self._length(normal, most))))
 
     def _length(self, normal: float, most: int) -> float:
         if not self.quantiles:
             return (self.tokens or most) * math.exp(self.sigma * normal)
-        place = _STANDARD.cdf(normal) * (len(self.quantiles) - 1)
-        low = min(int(place), len(self.quantiles) - 2) if len(self.quantiles) > 1 else 0
+        position = _STANDARD.cdf(normal) * (len(self.quantiles) - 1)
+        low = min(int(position), len(self.quantiles) - 2) if len(self.quantiles) > 1 else 0
         high = min(low + 1, len(self.quantiles) - 1)
-        return self.quantiles[low] + (place - low) * (self.quantiles[high] - self.quantiles[low])
+        return self.quantiles[low] + (position - low) * (self.quantiles[high] - self.quantiles[low])
 
     def _normal(self, key: SampleKey, seed: int, turn: int) -> float:
         normal = _normal(seed, key, _OWN, turn=turn)
@@ -59,9 +61,9 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _normal(seed: int, key: SampleKey, positions: tuple[int, int], *, turn: int) -> float:
-    """Return a standard normal by Box and Muller from the two uniforms of ``key`` at ``positions``.
+    """Return a standard normal, by Box and Muller, from the two uniforms of ``key`` at ``positions``.
 
-    turn: where the turn begins for which it is; each begins with numbers of its own.
+    turn: start of the turn whose length it decides; each turn uses its own uniforms.
     """
     state = stream(seed=seed, key=key)
     first, second = (uniform(state, position + _TURN_POSITIONS * turn) for position in positions)

@@ -1,9 +1,9 @@
-"""The way of a version from the receiver into an engine: merged, staged beside the running model, loaded, proved.
+"""Loading of a version from the receiver into an engine: merge, stage next to the running model, load, verify.
 
-Rollouts and followers load in this way; when to is theirs to decide.
+Rollouts and followers both load in this way; they decide when.
 
-Invariant: weights are prepared once a version, in another thread; what is loaded was compared with the log-probs that
-were published with it, where the engine can tell them, and an engine that has other weights is not used.
+Invariants: weights are prepared once per version, in another thread. Loaded weights are verified against the log-probs
+published with them, if the engine can compute log-probs. An engine with other weights is not used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from asyncflow.weights.receiver import WeightReceiver
 log = logging.getLogger(__name__)
 
 EXACT, ROUNDED = 1e-3, 0.25
-"""Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
-bfloat16; those of other weights differ by whole units."""
+"""Largest mean difference of an engine's log-probs from the trainer's for the same weights, in float32 and in bfloat16.
+Those of other weights differ by whole units.
+"""
 _WATCH_S = 3600.0
 
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
@@ -42,7 +43,7 @@ Merge: TypeAlias = Callable[[Weights], Weights]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedWeights:
-    """A version as its engine loads it, and the probe that was published with it."""
+    """A version in the form that its engine loads, and the probe published with it."""
 
     version: Version
     weights: Weights
@@ -50,11 +51,11 @@ class PreparedWeights:
 
 
 class WeightLoader:
-    """Brings versions of ``receiver`` into ``engine``.
+    """Loads versions of ``receiver`` into ``engine``.
 
-    merge: makes the engine's weights of what is published, called in another thread as soon as a version is staged;
-    None: they are the same. probe_gap: most by which the engine's log-probs may differ on average; spans: records what
-    is staged.
+    merge: converts published tensors to the engine's weights, in another thread, as soon as a version is staged;
+    None if they are the same. probe_gap: largest allowed mean difference of the engine's log-probs; spans: records
+    staging.
     """
 
     def __init__(
@@ -80,30 +81,30 @@ class WeightLoader:
         self._swap_s: float | None = None
 
     def status(self) -> Status:
-        """Return what heartbeats report: what the receiver does, but of the version that is loaded.
+        """Return the status for heartbeats: the receiver's, with the loaded version.
 
-        stage_s, swap_s: seconds that the phases took last, left out before the first time.
+        stage_s, swap_s: seconds that the phases took last, absent before the first time.
         """
         version = self._engine.version
-        took = {"stage_s": self._stage_s, "swap_s": self._swap_s}
+        phases = {"stage_s": self._stage_s, "swap_s": self._swap_s}
         return {
             **self._receiver.status(),
             "version": -1 if version is None else version.packed,
             "swaps": self.swaps,
-            **{phase: seconds for phase, seconds in took.items() if seconds is not None},
+            **{phase: seconds for phase, seconds in phases.items() if seconds is not None},
         }
 
     async def stage(self, version: Version) -> None:
-        """Prepare a version that is complete here in the engine, while it works with the one before."""
-        began = time.monotonic()
+        """Prepare a complete version in the engine, while the engine works with the previous one."""
+        started = time.monotonic()
         with self._spans.beside("stage", version=version.step):
             weights, _ = await self._weights_of(version, self._receiver.tensors(version))
             await self._engine.stage(version, weights)
-        self._stage_s = time.monotonic() - began
+        self._stage_s = time.monotonic() - started
         self._metrics.stage_seconds.observe(self._stage_s)
 
     async def stage_all(self) -> None:
-        """Prepare each version that is complete here in the engine, while it works with the one before, for ever."""
+        """Prepare each version in the engine as soon as it is complete, forever."""
         while True:
             staged = self._receiver.staged
             if staged is not None and self._engine.version is not None:
@@ -113,7 +114,7 @@ class WeightLoader:
                 await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
 
     async def prepare(self, step: int) -> PreparedWeights:
-        """Take the version of ``step``, which the receiver holds: it is in use from now on."""
+        """Take the version of ``step``, which the receiver must hold, and prepare it. It is in use from now on."""
         version, tensors = self._receiver.take(step)
         weights, probe = await self._weights_of(version, tensors)
         if self._merging is not None and self._merging[0] == version:
@@ -121,13 +122,13 @@ class WeightLoader:
         return PreparedWeights(version=version, weights=weights, probe=probe)
 
     async def load(self, prepared: PreparedWeights) -> None:
-        """Swap the engine to a version. Raises AsyncFlowError where it then has other weights than those published."""
+        """Swap the engine to a version. Raises AsyncFlowError if the engine's weights are not the published ones."""
         await self._engine.load(prepared.version, prepared.weights)
         if prepared.probe is not None:
             await self._prove(prepared.version, prepared.probe)
 
     def swapped(self, step: int, seconds: float) -> None:
-        """Take in that a swap to ``step`` held the engine up for ``seconds``."""
+        """Record a swap to ``step`` that blocked the engine for ``seconds``."""
         self.swaps += 1
         self._swap_s = seconds
         self._metrics.swaps.inc()
@@ -135,12 +136,12 @@ class WeightLoader:
         self._metrics.version_step.set(step)
 
     def close(self) -> None:
-        """Prepare nothing any more."""
+        """Stop preparing versions."""
         if self._merging is not None:
             self._merging[1].cancel()
 
     async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, WeightProbe | None]:
-        """Return what the engine loads of a held version, which is made in another thread and once, and its probe."""
+        """Return the engine's weights of a held version, merged once and in another thread, and its probe."""
         published, probe = split_probe(tensors)
         if self._merge is None:
             return published, probe
@@ -150,7 +151,7 @@ class WeightLoader:
         return await asyncio.shield(self._merging[1]), probe
 
     async def _prove(self, version: Version, probe: WeightProbe) -> None:
-        """Compare the log-probs of the loaded weights with those that were published with them."""
+        """Verify the loaded weights by the log-probs that were published with them."""
         probe = probe.shortened(self._engine.max_length - 1)
         found = await self._engine.probe(probe.ids.tolist())
         if found is None:
@@ -159,7 +160,7 @@ class WeightLoader:
         gap = float(gaps.mean()) if len(gaps) else 0.0
         self._metrics.probe_gap.set(float(gaps.max(initial=0.0)))
         log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
-        if (wrong := refuted(found, probe, before=self._proved, limit=self._probe_gap)) is not None:
-            what = f"the engine does not have the weights of {version}: {wrong}"
+        if (reason := refuted(found, probe, before=self._proved, limit=self._probe_gap)) is not None:
+            what = f"the engine does not have the weights of {version}: {reason}"
             raise AsyncFlowError(what, where="rollout.engine", hint="It has not loaded all tensors of this model")
         self._proved = Proved(probe, gap)

@@ -1,11 +1,10 @@
-"""Random numbers that belong to a token, not to a moment.
+"""Random numbers that belong to a token, not to a time.
 
-The uniform that decides response token ``position`` of a sample is a function of (seed, serial, sample, position) and
-of nothing else: output ``position`` of a SplitMix64 generator (Steele, Lea and Flood 2014) whose state is hashed from
-the first three.
+The uniform that decides response token ``position`` of a sample is a function of (seed, serial, sample, position) only:
+output ``position`` of a SplitMix64 generator (Steele, Lea and Flood 2014) whose state is hashed from the first three.
 
-Invariant: who generates a sample, when, in which slot, beside whom or how often, changes none of its random numbers;
-the same integers give the same doubles on every platform.
+Invariants: a sample has the same random numbers whichever instance generates it, at any time, in any slot, next to any
+other samples, and any number of times. The same integers give the same doubles on every platform.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MASK = 2**64 - 1
 
 
 def _mixed(word: int) -> int:
-    """Return SplitMix64's finalizer of one 64-bit word."""
+    """Return SplitMix64's finalizer applied to one 64-bit word."""
     word &= _MASK
     word = (word ^ word >> 30) * _FIRST & _MASK
     word = (word ^ word >> 27) * _SECOND & _MASK
@@ -40,7 +39,7 @@ def stream(*, seed: int, key: SampleKey) -> int:
 
 
 def purpose_seed(seed: int, purpose: str) -> int:
-    """Return the seed of samples made for ``purpose``; ``train`` keeps ``seed`` itself, so that keys may be shared."""
+    """Return the seed of samples made for ``purpose``; ``train`` uses ``seed`` itself, other purposes a derived one."""
     return seed if purpose == "train" else _mixed(seed ^ zlib.crc32(purpose.encode()) << 32)
 
 
@@ -54,7 +53,7 @@ def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 
 def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the doubles in [0, 1), 53 bits each, of response tokens ``positions`` of ``streams``; shapes broadcast."""
+    """Return doubles in [0, 1) with 53 random bits: outputs ``positions`` of ``streams``, whose shapes broadcast."""
     return (words(streams, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 

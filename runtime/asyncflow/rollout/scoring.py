@@ -1,13 +1,13 @@
-"""The rewards of generated samples: of each alone, or of all samples of a prompt at once.
+"""Rewards of generated samples: scored one by one, or all samples of a prompt together.
 
-A function over groups has to see all samples of a prompt. The ``rollout`` task gives whole groups only, so all rows of
-one are in one claim, here, and at one storage unit: they are generated here, wait for one another without a slot, and
-are scored, and delivered, together.
+A reward function over groups needs all samples of a prompt. The ``rollout`` task leases whole groups only, so all rows
+of a group are in one claim, at this instance, and at one storage unit. They are generated here, wait for each other
+without a slot, and are scored and delivered together.
 
-Invariants: no function over groups is called with a part of a group. Where a row of a group leaves this instance before
-the group is scored (it is drained, or a lease is lost), those that wait are given back too, with their responses: the
-next holder has the whole group. Where others of a group were delivered before and these come again, because a storage
-unit lost them, they have no reward (``incomplete``).
+Invariants: a function over groups is never called with a part of a group. If a row of a group leaves this instance
+before the group is scored (it is drained, or a lease is lost), the waiting samples are given back too, with their
+responses, so that the next holder has the whole group. If some samples of a group were delivered before and the others
+are made again because a storage unit lost them, these have no reward (``incomplete``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from asyncflow.rollout.job import Job
 
 
 class Scoring:
-    """Has samples scored by ``rewards``. sizes: samples of a group, by purpose."""
+    """Scores samples by ``rewards``. sizes: number of samples of a group, by purpose."""
 
     def __init__(self, rewards: Rewards, *, sizes: Mapping[str, int]) -> None:
         self._rewards = rewards
         self._sizes = sizes
 
     async def score(self, job: Job, transcript: list[Message]) -> RewardResult | None:
-        """Return the reward of what was made for ``job``, as texts; None where its group came apart.
+        """Return the reward of a response of ``job``, or None if its group is broken up.
 
-        Waits for the other samples of its group where these are scored together.
+        transcript: the response as texts. If groups are scored together, waits for the other samples of the group.
         """
         example = job.example(transcript)
         if not self._rewards.by_group:
@@ -42,8 +42,8 @@ class Scoring:
         group.examples[job] = example
         if group.scored is None:
             group.scored = asyncio.get_running_loop().create_future()
-        if group.apart:
-            group.come_apart()
+        if group.broken:
+            group.break_up()
         elif len(group.examples) == len(group.jobs):
             jobs = sorted(group.jobs, key=lambda each: each.row.meta.sample)
             results = await self._rewards.score([group.examples[each] for each in jobs])

@@ -1,18 +1,19 @@
-"""One rollout instance: claims rows, generates, has them scored, delivers, and swaps weights between.
+"""One rollout instance: claims rows, generates, sends responses to be scored, delivers them, and swaps weights.
 
-Where the reward is a role of its own, nothing is scored here.
+If the reward is a separate role, no response is scored here. Every sample is a coroutine (generate, score, deliver).
+One steering loop starts the rows that ``flow.instance`` admits, and swaps weights when it says so. A sample that waits
+for its reward or for a storage unit occupies no slot.
 
-Every sample is a coroutine (generate, score, deliver); one loop steers: it begins what ``flow.instance`` admits and
-swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
-
-Invariants: only the steering loop begins sequences and loads weights, so none begins while weights are loaded; what
-loaded weights made is delivered, saved or handed on only once they are proved to be those of their version; nothing
-that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
-on to others, who go on behind it where its versions allow that (``Job.request``). Of its time, ``generate`` counts that
-with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
-other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded and there was work:
-these never overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for
-weights and rewards included.
+Invariants:
+* Only the steering loop starts sequences and loads weights, so no sequence starts while weights are loaded.
+* Tokens made by newly loaded weights are delivered, saved or handed on only after the weights were verified.
+* A temporary outage of a peer never ends the worker; only an unrecoverable error does.
+* A worker that leaves hands its running sequences on to other instances, which continue them where versions allow it
+  (``Job.request``).
+* ``generate`` counts the time with at least one running sequence; ``receive`` the time without one although there is
+  work, which waits for other weights (arriving, or not loaded yet); ``swap`` the time of loading weights while there is
+  work. These never overlap. ``occupied`` counts the time with at least one leased row, including waits for weights and
+  rewards.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from asyncflow.weights.receiver import WeightReceiver
 log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
-_LEAVES = "the instance leaves"
-_APART = "another sample of its group left before the group was scored"
-_AGAIN_S = 1.0
-"""An engine may hear of a sequence only after it was told to end it."""
+_LEAVING = "the instance leaves"
+_INCOMPLETE = "another sample of its group left before the group was scored"
+_RETRY_S = 1.0
+"""Interval of repeated aborts: the first one has no effect on a sequence that the engine does not know yet."""
 
 
 class SwapInterval(NamedTuple):
-    """The seconds from one swap to the next: all; stalled by weights; without a sequence, for whatever reason."""
+    """Seconds from one swap to the next: in total, stalled by weights, and without a sequence for any reason."""
 
     wall_s: float
     stall_s: float
@@ -69,9 +70,9 @@ class SwapInterval(NamedTuple):
 
 
 class RolloutMeter:
-    """Counts for heartbeats and for ``metrics``, and records what the instance does.
+    """Counts for heartbeats and for ``metrics``, and records the spans of the instance.
 
-    fenced: results that came too late; scoring: samples that wait for their rewards.
+    fenced: number of results that arrived too late; scoring: number of samples that wait for their rewards.
     """
 
     def __init__(self, metrics: RolloutMetrics, spans: Spans = NO_SPANS) -> None:
@@ -99,12 +100,12 @@ class RolloutMeter:
         step: int = -1,
         version: int = -1,
     ) -> None:
-        """Take in how many sequences run now, and whether work waits for other weights.
+        """Record the number of running sequences, and whether work waits for other weights.
 
-        That shows when a claim has found nothing, ``PARKED_S`` after it was made; the time since then counts too.
+        That is known only once a claim has found nothing, ``PARKED_S`` after it was made; the time of the claim counts.
 
-        waits: why none runs, "" before the first weights; evaluating: all of them are of evaluations; step: of those
-        that were begun last; version: step of the loaded weights.
+        waits: why none runs, "" before the first weights; evaluating: whether all running sequences are of evaluations;
+        step: of the sequences that were started last; version: step of the loaded weights.
         """
         self._metrics.inflight.set(sequences)
         if sequences:
@@ -134,9 +135,9 @@ class RolloutMeter:
 
     @contextlib.contextmanager
     def swaps(self, step: int, *, idle: bool = False) -> Iterator[None]:
-        """Count the body as time in which nothing is generated since weights are loaded. step: theirs.
+        """Count the body as time without generation because weights are loaded. step: of these weights.
 
-        idle: nothing would be, so the time counts only from when there are rows.
+        idle: there is no work, so the time counts only from when rows arrive.
         """
         self.running(0, waiting=False)
         self._idle_swap = idle
@@ -152,7 +153,7 @@ class RolloutMeter:
         self._free_since = time.monotonic()
 
     def holding(self, rows: int) -> None:
-        """Take in how many rows there are on lease."""
+        """Record the number of leased rows."""
         if bool(rows) != self._holding:
             self._holding = not self._holding
             (self.occupied.begin if self._holding else self.occupied.end)("rows")
@@ -161,26 +162,26 @@ class RolloutMeter:
             self.busy.begin("swap")
 
     def interval(self) -> SwapInterval:
-        """Return the seconds since it was asked last, or since the start."""
+        """Return the seconds since the last call, or since the start."""
         before, self._last = self._last, (time.monotonic(), self.stall_s, self.generate_s)
         wall_s, stall_s, generate_s = (new - old for new, old in zip(self._last, before, strict=True))
         return SwapInterval(wall_s, stall_s, wall_s - generate_s)
 
     def generated(self, completion: Completion, *, begun: int) -> None:
-        """Take in a sequence that ended, of which another instance had made ``begun`` tokens."""
+        """Record a sequence that ended, of which another instance had made the first ``begun`` tokens."""
         self._metrics.sequences.labels(completion.finish).inc()
         if completion.finish != "aborted":
             self._metrics.taken_over.inc(begun)
 
     def scored(self, reward: RewardResult, seconds: float) -> None:
-        """Take in the reward of a sample."""
+        """Record the reward of a sample."""
         self._metrics.reward_seconds.observe(seconds)
         if reward.failure:
             self._metrics.rewards_failed.labels(reward.failure).inc()
 
-    def settled(self, *, taken: bool) -> None:
-        """Take in what became of a result at the queue."""
-        if taken:
+    def settled(self, *, accepted: bool) -> None:
+        """Record whether the queue accepted a result."""
+        if accepted:
             if not self.delivered:
                 log.info("the first sample is delivered")
             self.delivered += 1
@@ -194,23 +195,23 @@ class RolloutMeter:
 
     @property
     def stall_s(self) -> float:
-        """Seconds without one because weights were received or loaded, the very first apart."""
+        """Seconds without a sequence because weights were received or loaded, except before the first weights."""
         seconds = self.busy.seconds()
         return seconds.get("receive", 0.0) + seconds.get("swap", 0.0)
 
 
 def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
-    """Return the ``want`` of the receiver that serves ``instance``."""
+    """Return the function ``want`` for the receiver of ``instance``."""
     return lambda view: instance.want(view.available, required=view.required)
 
 
 class RolloutWorker:
     """Runs one instance.
 
-    receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. rewards: None where responses are scored elsewhere, as ``settings.judges`` says, too; merge: see
-    ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can; environment: of samples
-    of several turns, started and closed like the rewards; spans: records what it does.
+    The caller starts and closes receiver (made with ``want=wanted_by(instance)``), engine and rewards.
+    rewards: None if responses are scored elsewhere (``settings.judges``); merge: see ``WeightLoader``.
+    permits: of a staggered update, None if the instance changes weights without permits.
+    environment: of samples of several turns, started and closed like the rewards; spans: records the instance's work.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class RolloutWorker:
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
-        self._begun_step = -1
+        self._last_step = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted: int | None = None
         self._in_flight = InFlightTable(
@@ -269,7 +270,7 @@ class RolloutWorker:
                 queue=queue,
                 instance=instance,
                 slots=engine.slots,
-                got=self._in_flight.take,
+                on_rows=self._in_flight.take,
                 parked=self._parked,
                 backlog=self._in_flight.backlog,
             )
@@ -277,12 +278,12 @@ class RolloutWorker:
         ]
 
     def drain(self) -> None:
-        """Claim no more, hand on what is not generated yet, and let ``run`` end. May be called more than once."""
+        """Stop claiming, hand on unfinished sequences, and let ``run`` end. May be called more than once."""
         self._instance.drain()
         self._leaving.set()
 
     async def run(self) -> None:
-        """Work until ``drain``. Raises what makes going on senseless: weights or prompts that do not fit the engine."""
+        """Work until ``drain``. Raises unrecoverable errors, such as weights or prompts that do not fit the engine."""
         for work in (
             self._steer(),
             self.loader.stage_all(),
@@ -298,12 +299,12 @@ class RolloutWorker:
         try:
             await self._leaving.wait()
         finally:
-            await self._hand_back()
+            await self._leave()
         if self._failure is not None:
             raise self._failure
 
     def status(self) -> Status:
-        """Return what heartbeats report beside what ``WeightLoader`` says; seconds and counts since the start."""
+        """Return the status of worker and ``WeightLoader`` for heartbeats; seconds and counts since the start."""
         tokens = self._engine.stats().tokens
         return {
             **self.loader.status(),
@@ -324,21 +325,21 @@ class RolloutWorker:
         }
 
     async def _count(self, metrics: RolloutMetrics) -> None:
-        """Show in ``metrics`` what is counted elsewhere; all that is unsaved was made before it is counted."""
+        """Update ``metrics`` from other counters; unsaved comes first, so that it never exceeds the token count."""
         metrics.unsaved.set(self._in_flight.unsaved())
         stats = self._engine.stats()
         metrics.tokens.set(sum(stats.tokens.values()))
         metrics.stale.set(stats.stale)
 
     async def _steer(self) -> None:
-        """Begin and swap, whenever anything has changed."""
+        """Start sequences and swap weights, whenever anything has changed."""
         while True:
             self._changed.clear()
             self._look()
             for work in self._instance.admit():
                 assert isinstance(work.id, Job)
                 work.id.task = self._spawn(self._sample(work.id))
-                self._begun_step = work.id.row.meta.step
+                self._last_step = work.id.row.meta.step
             step = self._instance.swap()
             waits = self._instance.waits(self._wanted, required=self._receiver.view.required)
             self.meter.running(
@@ -346,7 +347,7 @@ class RolloutWorker:
                 waiting=waits and step is None,
                 waits=self._waits_for(weights=waits),
                 evaluating=self._instance.evaluating,
-                step=self._begun_step,
+                step=self._last_step,
                 version=-1 if self._instance.current is None else self._instance.current.step,
             )
             if step is None:
@@ -370,7 +371,7 @@ class RolloutWorker:
         return "delivery" if len(self._in_flight) else "claim"
 
     def _look(self) -> None:
-        """Inform the instance of what can be loaded, the receiver of what is wanted, and the claimers of the change."""
+        """Pass the available versions to the instance, and notify the receiver and the claimers of changes."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
         wanted = wanted_by(self._instance)(receiver.view)
@@ -382,7 +383,7 @@ class RolloutWorker:
         self._looked.set()
 
     async def _take_permits(self, permits: SwapPermits) -> None:
-        """Take a permit to change weights whenever the instance wants one; it may have done without in the meantime."""
+        """Take a permit to change weights whenever the instance wants one; it may no longer need it when granted."""
         instance = self._instance
         while True:
             await self._until(lambda: instance.wants_permit)
@@ -399,37 +400,37 @@ class RolloutWorker:
             await self._looked.wait()
 
     async def _swap(self, step: int, *, idle: bool) -> None:
-        """Load the weights of ``step``; rows that need a version which cannot be had are given back.
+        """Load the weights of ``step``; give back rows that need a version that cannot be fetched.
 
-        What runs goes on until the engine loads them, and stands still while it does. idle: there is no work.
+        Running sequences continue until the engine loads the weights, and pause meanwhile. idle: there is no work.
         """
-        began, loaded = time.monotonic(), self._instance.current
-        with self._standing_still(step, unless=loaded is None or self._instance.running > 0, idle=idle):
+        started, loaded = time.monotonic(), self._instance.current
+        with self._swap_time(step, unless=loaded is None or self._instance.running > 0, idle=idle):
             try:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)
             except DeadlineExceeded as error:
                 log.warning("%s", error)
                 stuck = [job for job in self._in_flight if job.task is None and job.needs(step, loaded=loaded)]
-                await self._in_flight.give_back(stuck, reason="its version cannot be had")
+                await self._in_flight.give_back(stuck, reason="its version cannot be fetched")
                 return
             prepared = await self.loader.prepare(step)
-        began = time.monotonic() if self._instance.running else began
+        started = time.monotonic() if self._instance.running else started
         self._loading = prepared.version
-        with self._standing_still(step, unless=loaded is None, idle=idle):
+        with self._swap_time(step, unless=loaded is None, idle=idle):
             await self.loader.load(prepared)
         self._loading = None
         self._instance.loaded(prepared.version)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         self.loader.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", prepared.version, seconds, self.meter.interval())
 
-    def _standing_still(self, step: int, *, unless: bool, idle: bool) -> contextlib.AbstractContextManager[None]:
-        """Count the time as that of a swap, in which nothing is generated."""
+    def _swap_time(self, step: int, *, unless: bool, idle: bool) -> contextlib.AbstractContextManager[None]:
+        """Count the body as the time of a swap, in which nothing is generated, except if ``unless``."""
         idle = idle and not len(self._in_flight)
         return contextlib.nullcontext() if unless else self.meter.swaps(step, idle=idle)
 
     async def _watch(self) -> None:
-        """Wake the steering loop whenever other weights can be had."""
+        """Wake the steering loop whenever the available weights change."""
         receiver = self._receiver
 
         def known() -> object:
@@ -445,10 +446,10 @@ class RolloutWorker:
                 await receiver.wait_for(functools.partial(differs, seen), what="other weights", timeout=_WATCH_S)
 
     async def _sample(self, job: Job) -> None:
-        """Generate one response, have it scored, and hand it to delivery; hand on one that was ended unfinished."""
+        """Generate one response, have it scored, and queue it for delivery; hand on a response that was aborted."""
         assert self._instance.current is not None
         request = job.request(self._settings, loaded=self._instance.current, continues=self._engine.may_continue)
-        job.kept = request.begun
+        job.saved_tokens = request.begun
         try:
             completion, failed = await self._episodes.run(job, request)
         finally:
@@ -458,36 +459,36 @@ class RolloutWorker:
         completion = self._trusted(completion)
         self.meter.generated(completion, begun=request.begun)
         if completion.finish == "aborted":
-            await self._in_flight.give_back([job], reason=_LEAVES, there={job: completion})
+            await self._in_flight.give_back([job], reason=_LEAVING, partial={job: completion})
             return
-        job.made = completion
+        job.response = completion
         reward = failed
         if self._scoring is not None:
-            began = time.monotonic()
+            started = time.monotonic()
             with self.meter.scores():
                 scored = await self._scoring.score(job, self._episodes.transcript(completion))
             if scored is None:
-                await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
+                await self._in_flight.give_back([job], reason=_INCOMPLETE, partial={job: completion.unended()})
                 return
             reward = failed or scored
-            self.meter.scored(reward, time.monotonic() - began)
+            self.meter.scored(reward, time.monotonic() - started)
         self._delivery.put(SampleOutcome(job=job, completion=completion, reward=reward))
         self._changed.set()
 
-    def _trusted(self, made: Completion) -> Completion:
-        """Return a response without what is of weights that are loaded and not proved to be those of their version."""
-        return made if self._loading is None else made.before(self._loading)
+    def _trusted(self, completion: Completion) -> Completion:
+        """Return a response without the tokens of weights that are loaded but not verified yet."""
+        return completion if self._loading is None else completion.before(self._loading)
 
-    def _settled(self, outcome: SampleOutcome, taken: bool) -> None:
-        self.meter.settled(taken=taken)
+    def _settled(self, outcome: SampleOutcome, accepted: bool) -> None:
+        self.meter.settled(accepted=accepted)
         self._in_flight.forget(outcome.job)
 
     def _parked(self, purpose: Purpose) -> None:
         self._instance.parked(purpose)
         self._changed.set()
 
-    async def _hand_back(self) -> None:
-        """End all tasks: give back what is not begun, hand on what runs, deliver the rest, as far as time allows."""
+    async def _leave(self) -> None:
+        """End all tasks within ``drain_s``: give back rows not started, hand on running ones, deliver the rest."""
         self._instance.drain()
         self.loader.close()
         self._looked.set()
@@ -503,35 +504,36 @@ class RolloutWorker:
             len(running),
             len(self._in_flight) - len(waiting) - len(running),
         )
-        giving_back = asyncio.create_task(self._in_flight.give_back(waiting, reason=_LEAVES))
+        giving_back = asyncio.create_task(self._in_flight.give_back(waiting, reason=_LEAVING))
         while samples and (left := until - time.monotonic()) > 0:
-            between = [job for job in self._in_flight if job.turn is not None and not job.generated]
-            await self._in_flight.give_back(between, reason=_LEAVES, there=self._in_flight.there())
+            between_turns = [job for job in self._in_flight if job.turn is not None and not job.generated]
+            partial = self._in_flight.partial_responses()
+            await self._in_flight.give_back(between_turns, reason=_LEAVING, partial=partial)
             await self._abort([job for job in running if not (job.gone or job.generated)], within_s=left)
-            _, samples = await asyncio.wait(samples, timeout=min(left, _AGAIN_S))
+            _, samples = await asyncio.wait(samples, timeout=min(left, _RETRY_S))
         await giving_back
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
-        there = self._in_flight.there()
+        partial = self._in_flight.partial_responses()
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False, waits="end" if self._failure is None else "lost")
-        await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES, there=there)
+        await self._in_flight.give_back(list(self._in_flight), reason=_LEAVING, partial=partial)
         await self._in_flight.returned()
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 
     async def _abort(self, jobs: Iterable[Job], *, within_s: float) -> None:
-        """End what runs, of which the engine then says how far it came."""
+        """Abort running sequences; the engine then returns their partial responses."""
         keys: defaultdict[str, list[SampleKey]] = defaultdict(list)
         for job in jobs:
             keys[job.row.meta.purpose].append(job.row.meta.key)
         try:
             async with asyncio.timeout(within_s):
-                for purpose, some in keys.items():
-                    await self._engine.abort(some, purpose=purpose)
+                for purpose, purpose_keys in keys.items():
+                    await self._engine.abort(purpose_keys, purpose=purpose)
         except (AsyncFlowError, TimeoutError) as error:
-            log.warning("what runs is not handed on, as the engine does not end it: %r", error)
+            log.warning("running sequences are not handed on, because the engine does not abort them: %r", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""Engines are found by entry points (group ``asyncflow.rollout_engines``), so that a third party can add one."""
+"""Rollout engines: entry points of the group ``asyncflow.rollout_engines``, to which other packages can add engines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GROUP = "asyncflow.rollout_engines"
 
 
 def open_engine(name: str, **settings: Any) -> RolloutEngine:
-    """Make the engine called ``name`` with the settings that ``RolloutEngine`` takes.
+    """Create the engine called ``name``; settings: the parameters of ``RolloutEngine``.
 
-    Raises ManifestError for a name or an option that is not known.
+    Raises ManifestError for an unknown name or option.
     """
-    made: type[RolloutEngine] = load_plugin(GROUP, name, kind=RolloutEngine, where="spec.rollout.engine.name")
-    return made(**settings)
+    engine: type[RolloutEngine] = load_plugin(GROUP, name, kind=RolloutEngine, where="spec.rollout.engine.name")
+    return engine(**settings)

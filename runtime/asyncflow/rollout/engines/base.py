@@ -1,17 +1,20 @@
-"""Interface of an engine, which turns prompts into tokens with their log-probs and versions, one coroutine a sequence.
+"""Interface of an engine, which turns prompts into tokens with log-probs and versions, one coroutine per sequence.
 
-The same interface fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume
-inside ``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
+The same interface fits a model in this process, a vLLM server over HTTP (``load`` pauses, updates and resumes it) and a
+simulation. An engine batches requests internally; the caller only awaits coroutines.
 
-An *episode* is a response of several turns: the model's tokens, an observation (tokens that somebody else chose), the
-model's again, and so on. It is asked for turn by turn: ``generate`` ends with the turn, the caller adds an observation
-(``Completion.observed``), and asks for what ``continues`` that. An engine keeps what it has computed of an episode.
+An *episode* is a response of several turns: tokens of the model, an observation (tokens that the model did not choose),
+tokens of the model again, and so on. It is requested turn by turn: ``generate`` returns at the end of a turn, the
+caller appends an observation (``Completion.observed``) and requests a response that ``continues`` the result. An engine
+may keep its computed state of an episode between turns.
 
-Invariants: every token carries the log-probability of the distribution that it was drawn from, and the version of the
-weights that drew it, both written where the token was made; a response ends with the token that completes the first of
-its stop texts, and whether one does is a function of its ids since the last observation; a response that another
-engine began, or that an observation follows, keeps its tokens, their log-probabilities and versions, and goes on behind
-them; what is kept of it saves work and nothing else.
+Invariants:
+* Every token carries its log-prob under the distribution that it was drawn from, and the version of the weights that
+  drew it. Both are recorded where the token is made.
+* A response ends with the token that completes the first of its stop texts. Whether a token does so is a function of
+  the ids since the last observation.
+* A response that another engine started, or that an observation follows, keeps its tokens, log-probs and versions; new
+  tokens are appended to them. State kept between turns only saves work and never changes a result.
 """
 
 from __future__ import annotations
@@ -36,20 +39,20 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 Decode = Callable[[Sequence[int]], str]
-"""Return the text of ids, special tokens included."""
+"""Returns the text of ids, including special tokens."""
 
 _MARGIN = 2
-"""Tokens more than a text has bytes: a tokenizer may drop a space in front of the first of them."""
+"""Extra tokens to decode beyond the bytes of a text: a tokenizer may drop a space before the first token."""
 
 Finish = Literal["stop", "length", "aborted"]
 SequenceName: TypeAlias = tuple[str, SampleKey]
-"""The purpose of a sequence, and whose response it is."""
+"""The purpose of a sequence, and the key of its sample."""
 OPTIONS = "spec.rollout.engine.options"
-"""Field of a manifest with the engine's own options."""
+"""Manifest field with the options that belong to the engine itself."""
 
 
 class StopTexts:
-    """Looks for ``texts`` at the end of a response in the making."""
+    """Detects stop ``texts`` at the end of a growing response."""
 
     def __init__(self, texts: Sequence[str], *, decode: Decode) -> None:
         self._texts = texts
@@ -57,9 +60,9 @@ class StopTexts:
         self._window = max(len(text.encode()) for text in texts) + _MARGIN
 
     def met(self, ids: Sequence[int]) -> bool:
-        """Return whether the last of ``ids`` completes one of the texts, given that none before it did.
+        """Return whether the last of ``ids`` completes one of the texts, given that no earlier token did.
 
-        A token has at least one byte, so that no text is longer than the tokens that are looked at.
+        Every token has at least one byte, so the decoded tokens cover the longest text.
         """
         end = self._decode(ids[-self._window :])
         return any(text in end for text in self._texts)
@@ -67,12 +70,13 @@ class StopTexts:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One response, as far as it went.
+    """One response, complete or partial.
 
-    ids int32[n]; logprobs float32[n], natural log, after temperature (of the untempered distribution where greedy);
-    versions int64[n], ``Version.packed`` of the weights that made each token; loss_mask bool[n], whether the model
-    chose the token, None where it chose all. A token of an observation has the log-prob 0 and the version of the token
-    before the observation, so that neither ratios nor staleness know of it.
+    ids int32[n]; logprobs float32[n]: natural log, after temperature (of the untempered distribution if greedy).
+    versions int64[n]: ``Version.packed`` of the weights that made each token.
+    loss_mask bool[n]: whether the model chose the token, None if it chose all of them.
+    A token of an observation has the log-prob 0 and the version of the last token before the observation, so that it
+    affects neither ratios nor staleness.
     """
 
     ids: NDArray[np.int32]
@@ -91,16 +95,16 @@ class Completion:
 
     @property
     def turn(self) -> int:
-        """Number of tokens up to the end of the last observation: where the turn begins that is last."""
-        others = np.flatnonzero(~self.chosen)
-        return int(others[-1]) + 1 if len(others) else 0
+        """Number of tokens up to the end of the last observation: the start of the last turn."""
+        observed = np.flatnonzero(~self.chosen)
+        return int(observed[-1]) + 1 if len(observed) else 0
 
     def segments(self) -> Iterator[tuple[bool, NDArray[np.int32]]]:
-        """Return turns and observations in order: whether the model chose its tokens, and their ids."""
+        """Return turns and observations in order: whether the model chose the tokens, and their ids."""
         return segments(self.ids, self.chosen)
 
     def observed(self, ids: Sequence[int]) -> Completion:
-        """Return the response that goes on with an observation, which needs a turn before it."""
+        """Return the response extended by an observation. It needs at least one turn before."""
         count = len(ids)
         return Completion(
             ids=np.append(self.ids, np.array(ids, np.int32)),
@@ -111,16 +115,16 @@ class Completion:
         )
 
     def unended(self) -> Completion:
-        """Return the response without its last token, behind which whoever goes on makes that token again."""
+        """Return the response without its last token, so that a continuation makes that token again."""
         return self if self.finish == "aborted" else self._first(len(self) - 1)
 
     def before(self, version: Version) -> Completion:
-        """Return the response without the tokens that ``version`` made, and those behind them."""
-        made = np.flatnonzero(self.versions == version.packed)
-        return self._first(int(made[0])) if len(made) else self
+        """Return the response up to the first token that ``version`` made."""
+        positions = np.flatnonzero(self.versions == version.packed)
+        return self._first(int(positions[0])) if len(positions) else self
 
     def _first(self, tokens: int) -> Completion:
-        """Return the first tokens of the response, which go on."""
+        """Return the first tokens of the response, as an unfinished one."""
         return Completion(
             ids=self.ids[:tokens],
             logprobs=self.logprobs[:tokens],
@@ -130,7 +134,7 @@ class Completion:
         )
 
     def followed_by(self, rest: Completion) -> Completion:
-        """Return the response that begins with this and goes on with ``rest``."""
+        """Return this response extended by ``rest``."""
         return Completion(
             ids=np.concatenate([self.ids, rest.ids]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -143,27 +147,27 @@ class Completion:
 NOTHING = Completion(
     ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int64), finish="aborted"
 )
-"""Response of which there is nothing yet."""
+"""Empty, unfinished response."""
 
 
 class VersionMarks:
-    """Marks of the versions that make the tokens of a sequence, which ``version`` begins."""
+    """Record of the versions that make the tokens of a sequence. version: makes the first token."""
 
     def __init__(self, version: Version) -> None:
         self._marks = [(0, version.packed)]
 
     def mark(self, tokens: int, version: Version) -> None:
-        """Note that ``version`` makes the tokens from number ``tokens`` on, whatever was noted of those."""
+        """Record that ``version`` makes the tokens from index ``tokens`` on; replaces earlier marks of these tokens."""
         marks = [mark for mark in self._marks if mark[0] < tokens]
         same = marks and marks[-1][1] == version.packed
         self._marks = marks if same else [*marks, (tokens, version.packed)]
 
     def stale(self, tokens: int) -> int:
-        """Return how many of the first ``tokens`` were made since other weights came under way."""
+        """Return how many of the first ``tokens`` were made after the first change of weights during the sequence."""
         return max(0, tokens - self._marks[1][0]) if len(self._marks) > 1 else 0
 
     def versions(self, tokens: int) -> NDArray[np.int64]:
-        """Return ``Version.packed`` of what made each of the first ``tokens``, int64[tokens]."""
+        """Return ``Version.packed`` of the version that made each of the first ``tokens``, int64[tokens]."""
         versions = np.empty(tokens, dtype=np.int64)
         for start, version in self._marks:
             versions[start:] = version
@@ -172,12 +176,13 @@ class VersionMarks:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One response that is wanted.
+    """Request of one response.
 
-    temperature 0 is greedy; seed and key determine the random numbers (``rollout.sampling``); a stop id ends the
-    response and is its last token, as does the token that completes a stop text; continues: the beginning of the
-    response, unfinished, as another engine made it, or this one before an observation; episode: whether an observation
-    may follow, behind which it is asked for what comes next. max_tokens: of the response, observations included.
+    max_tokens: of the response, including observations; temperature: 0 means greedy.
+    stop_ids, stop_texts: a stop id, or the token that completes a stop text, ends the response and is its last token.
+    seed: determines the random numbers together with key (``rollout.sampling``).
+    continues: unfinished start of the response, made by another engine, or by this one before an observation.
+    episode: whether an observation may follow the result, after which the next turn is requested.
     """
 
     key: SampleKey
@@ -193,28 +198,28 @@ class GenerationRequest:
 
     @property
     def name(self) -> SequenceName:
-        """Name of the sequence that it asks for."""
+        """Name of the requested sequence."""
         return self.purpose, self.key
 
     @property
     def begun(self) -> int:
-        """Tokens of the response that are there already."""
+        """Number of tokens of the response that already exist."""
         return len(self.continues)
 
     @property
     def turn(self) -> int:
-        """Tokens of the response that are older than the turn it asks for: no stop text begins in them."""
+        """Number of tokens before the requested turn; no stop text starts in them."""
         return self.continues.turn
 
     def check(self, *, max_length: int) -> None:
-        """Raise ManifestError for what no engine can do."""
+        """Raise ManifestError for a request that no engine can fulfil."""
         where = f"request {self.purpose} {self.key.serial}.{self.key.sample}"
         if self.max_tokens < 1 or not self.temperature >= 0:
             raise ManifestError(f"max_tokens={self.max_tokens}, temperature={self.temperature}", where=where)
         if not self.prompt_ids:
             raise ManifestError("the prompt has no tokens", where=where)
         if self.begun >= self.max_tokens:
-            raise ManifestError(f"a response of {self.max_tokens} tokens has {self.begun} already", where=where)
+            raise ManifestError(f"a response of at most {self.max_tokens} tokens already has {self.begun}", where=where)
         if len(self.prompt_ids) + self.max_tokens > max_length:
             raise ManifestError(
                 f"{len(self.prompt_ids)} prompt tokens and {self.max_tokens} new ones exceed {max_length}",
@@ -225,10 +230,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counts of an engine's work so far.
+    """Counters of an engine's work so far.
 
-    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose, those of sequences that run
-    included; stale: how many of these were made behind keys and values of older weights.
+    busy_s: seconds with at least one running sequence; tokens: number made so far by purpose, including those of
+    running sequences; stale: number of tokens made on keys and values of older weights.
     """
 
     running: int = 0
@@ -242,7 +247,7 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices of one engine: torch's name of their kind, their number, the share of their memory that it may use."""
+    """Devices of one engine. kind: torch's name; count: number; share: fraction of their memory that it may use."""
 
     kind: str = "cpu"
     count: int = 1
@@ -250,17 +255,17 @@ class Devices:
 
 
 class RolloutEngine(ABC):
-    """The adapter of one rollout engine; made by ``open_engine``.
+    """Adapter of one rollout engine; created by ``open_engine``.
 
-    folder: the Hugging Face folder with the configuration (no weights are read: they come through ``load``); slots:
-    sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
-    ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need; devices: those
-    that it computes on; deterministic: whether what a sequence becomes may depend on nothing but its request and the
-    weights, to the bit; keeps_prefix: whether sequences that run when weights are loaded go on behind the keys and
-    values of the older ones. ``Options``: the shape of the options, each field with a default, so that they are checked
-    before anything starts; None: the engine alone can tell. ``can_be_deterministic``, ``can_keep_prefix``: whether it
-    knows how;
-    ``continues_exactly``: whether what another engine began ends here, under the same weights, as it would have there.
+    folder: Hugging Face folder with the configuration (weights are not read from it; they come through ``load``).
+    slots: number of sequences that run at the same time; max_length: prompt and response tokens of a sequence.
+    options: the engine's own options; an unknown one raises ManifestError.
+    decode: returns the text of ids, required for stop texts; devices: the devices that it computes on.
+    deterministic: whether a sequence must depend, to the bit, on nothing but its request and the weights.
+    keeps_prefix: whether sequences that run when weights are loaded keep the keys and values of the older weights.
+    Options: schema of the options, each with a default, for an early check; None if only the engine can check them.
+    can_be_deterministic, can_keep_prefix: whether the engine supports these settings.
+    continues_exactly: whether a response that another engine started ends, under the same weights, as it would there.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
@@ -269,7 +274,7 @@ class RolloutEngine(ABC):
     continues_exactly: ClassVar[bool] = False
     version: Version | None = None
     spans: Spans = NO_SPANS
-    """Recorder of prefills, by an engine that can tell them; given before ``start``."""
+    """Records prefills, if the engine can measure them; set before ``start``."""
 
     def __init__(
         self,
@@ -288,15 +293,15 @@ class RolloutEngine(ABC):
     ) -> None:
         if deterministic and not self.can_be_deterministic:
             raise ManifestError(
-                f"the engine {type(self).__name__} does not promise the same bits whatever runs beside a sequence",
+                f"the engine {type(self).__name__} does not guarantee the same bits whatever else it runs",
                 where="spec.schedule.deterministic",
                 hint="Use the engine transformers, or vllm on a GPU; or leave deterministic out",
             )
         if keeps_prefix and not self.can_keep_prefix:
             raise ManifestError(
-                f"the engine {type(self).__name__} computes anew what there is of a response when weights change",
+                f"the engine {type(self).__name__} can only recompute running responses when weights change",
                 where="spec.schedule.prefix",
-                hint="Give prefix: recompute, or use the engine transformers or vllm",
+                hint="Set prefix: recompute, or use the engine transformers or vllm",
             )
         if slots < 1 or max_length < 2 or threads < 1:
             raise ManifestError(
@@ -316,11 +321,11 @@ class RolloutEngine(ABC):
 
     @property
     def may_continue(self) -> bool:
-        """True where it may go on with what another engine began; else that is made anew."""
+        """True if the engine may continue a response that another engine started; otherwise it is made from scratch."""
         return self.continues_exactly or not self.deterministic
 
     def stops_of(self, request: GenerationRequest) -> StopTexts | None:
-        """Return what finds the end of this response in its text, None where no text ends it. Raises ManifestError."""
+        """Return the detector of this response's stop texts, None if it has none. Raises ManifestError."""
         if not request.stop_texts:
             return None
         if self.decode is None:
@@ -329,66 +334,66 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Make the engine ready to load weights."""
+        """Prepare the engine for loading weights."""
 
     async def stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Prepare the weights of ``version``, which ``load`` is probably asked for next, while sequences run.
+        """Prepare the weights of ``version``, the probable next argument of ``load``, while sequences run.
 
-        By default nothing is prepared. tensors: as for ``load``.
+        The default does nothing. tensors: as for ``load``.
         """
 
     @abstractmethod
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Swap to ``version``. Sequences that run go on under it; what they have so far is computed anew, or kept.
+        """Swap to ``version``. Running sequences continue under it; their keys and values are recomputed, or kept.
 
-        tensors: by parameter name; bfloat16 as its uint16 bits. Raises ManifestError where names or shapes do not fit
-        the model; then nothing was overwritten.
+        tensors: by parameter name; bfloat16 as its bits in uint16. Raises ManifestError, with the weights unchanged, if
+        names or shapes do not match the model.
         """
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate one response, of an episode one turn. Cancelling the coroutine frees its slot at the next step.
+        """Generate one response, or one turn of an episode. Cancelling the coroutine frees its slot at the next step.
 
-        Between the turns of an episode it holds no slot. What was computed of it is kept for the next turn, as far as
+        Between the turns of an episode no slot is held. The computed state of the episode is kept for the next turn if
         there is room, until other weights are loaded.
         """
 
     @abstractmethod
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
-        """End these sequences at the next step: their ``generate`` returns what there is, finish ``aborted``."""
+        """End these sequences at the next step: ``generate`` returns partial responses with finish ``aborted``."""
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
-        """Return what there is of each sequence that runs: so much that whoever goes on behind it makes the rest.
+        """Return the partial response of each running sequence, such that a continuation yields the same rest.
 
-        By default nothing: the engine cannot tell before they end.
+        The default is empty: the engine cannot return responses before they end.
         """
         return {}
 
     async def probe(self, ids: Sequence[int]) -> NDArray[np.float32] | None:  # noqa: ARG002
         """Return log p(ids[i] | ids[:i]) for i >= 1 under the loaded weights at temperature 1, float32[n - 1].
 
-        None, by default: the engine cannot tell.
+        The default returns None: the engine cannot compute it.
         """
         return None
 
     async def ended(self) -> None:
-        """Wait until the engine can no longer work, and raise why; by default for ever."""
+        """Wait until the engine can no longer work, and raise the reason. The default waits forever."""
         await asyncio.Event().wait()
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """Return the routes of the engine's own inference service; by default it has none.
+        """Return the routes of the engine's own inference service, by default none.
 
-        They answer 503 before the first version is loaded.
+        They answer 503 until the first version is loaded.
         """
         return ()
 
     async def metrics(self) -> str:
-        """Return the engine's own metrics in Prometheus' text format; by default it has none."""
+        """Return the engine's own metrics in the Prometheus text format, by default none."""
         return ""
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Return the counters; cheap, from any thread."""
+        """Return the counters. Cheap; may be called from any thread."""
 
     @abstractmethod
     async def close(self) -> None:

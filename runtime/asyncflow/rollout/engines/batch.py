@@ -1,15 +1,15 @@
-"""Continuous batching as a plain object: sequences take slots, every step gives each running one a token.
+"""Continuous batching as a plain object: sequences occupy slots, and every step makes one token per running sequence.
 
-A step gives slots to sequences that wait (a prompt is prefilled once for all who share it), draws a token a row from
-the logits at hand, frees the slots of the finished, and runs the model once for the rest. A token is drawn by
-temperature, log-softmax, and the inverse of the cumulative distribution at a given uniform. It owns no thread and no
-clock.
+A step assigns free slots to waiting sequences (a prompt is prefilled once for all sequences that share it), draws one
+token per row from the current logits, frees the slots of finished sequences, and runs the model once for the rest. A
+token is drawn by temperature, log-softmax, and the inverse of the cumulative distribution at a given uniform. The
+object has no thread and no clock.
 
-Invariant: the ids and log-probabilities of a sequence are a function of its request and the weights: never of its slot,
-its neighbours, or the step at which it got its slot. A response that another engine of the same slots and length
-began with these weights ends as it would have there, to the bit: its tokens go through the model step by step once
-more, and none of them is drawn anew. Tokens that other weights made are read at once. An observation goes through the
-model step by step, too: so an episode that one version makes goes on in the same bits whether anything of it was kept.
+Invariant: the ids and log-probs of a sequence are a function of its request and the weights, never of its slot, the
+other sequences, or the step at which it got its slot. A response that an engine with the same slots and length started
+under these weights ends as it would have ended there, to the bit: its tokens go through the model again, step by step,
+and none of them is drawn again. Tokens made by other weights are prefilled together. An observation also goes through
+the model step by step, so an episode made by one version has the same bits whether or not its state was kept.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PREFIXES_KEPT = 8
 
 
 def draw(logits: Tensor, *, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token per row.
 
     logits [rows, vocab]; temperatures float32[rows], 0 = greedy; uniforms float64[rows] in [0, 1).
-    Return ids int64[rows] and float32[rows] log-probabilities: of logits / temperature, for greedy rows of the logits.
+    Return ids int64[rows] and log-probs float32[rows]: of logits / temperature, for greedy rows of the logits.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
@@ -55,8 +55,8 @@ def draw(logits: Tensor, *, temperatures: Tensor, uniforms: Tensor) -> tuple[Ten
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first index whose cumulative weight, in float64, exceeds uniform * total.
 
-    Two levels keep it cheap for a wide vocabulary: a block is found by the blocks' sums, then the index in the block;
-    where the sums' rounding leaves the target past the block's end, its last index of positive weight is taken.
+    Two levels keep it cheap for a large vocabulary: first the block is found by the sums of blocks, then the index in
+    the block. If rounding of the sums puts the target past the block's end, its last index of positive weight is used.
     """
     rows, vocab = weights.shape
     if vocab % _BLOCK:
@@ -74,9 +74,9 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class Sequence:
-    """One response in the making.
+    """One response while it is generated.
 
-    ``aborted`` may be set from any thread and is honoured at the next step; ``so_far`` may be asked from any.
+    ``aborted`` may be set from any thread and takes effect at the next step; ``so_far`` may be called from any thread.
     """
 
     def __init__(self, request: GenerationRequest, *, stops: StopTexts | None = None) -> None:
@@ -91,33 +91,33 @@ class Sequence:
 
     @property
     def made(self) -> int:
-        """Tokens that were drawn here."""
+        """Number of tokens drawn by this engine."""
         return len(self._ids) - self.request.begun
 
     def token(self, position: int) -> int | None:
-        """Return the token at a position of the response, None where it is still to be drawn."""
+        """Return the token at a position of the response, None if it is not drawn yet."""
         return self._ids[position] if position < len(self._ids) else None
 
-    def ids_of_others(self, version: int) -> list[int]:
-        """Return the tokens so far if other weights than ``version`` made some of them, else none."""
+    def ids_to_prefill(self, version: int) -> list[int]:
+        """Return the tokens so far if weights other than ``version`` made some of them, otherwise an empty list."""
         return list(self._ids) if any(made_by != version for made_by in self._versions) else []
 
     def tokens(self) -> tuple[int, ...]:
-        """Return the prompt and what there is of the response."""
+        """Return the ids of the prompt and of the response so far."""
         return (*self.request.prompt_ids, *self._ids)
 
     def versions(self) -> tuple[int, ...]:
-        """Return the versions that made the response so far."""
+        """Return the versions of the tokens of the response so far."""
         return tuple(self._versions)
 
     def begins_with(self, kept: _Kept) -> bool:
-        """Return whether this goes on behind what was kept: the same tokens, made by the same versions."""
+        """Return whether this continues the kept episode: the same tokens, made by the same versions."""
         return (
             self.tokens()[: len(kept.tokens)] == kept.tokens and self.versions()[: len(kept.versions)] == kept.versions
         )
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Take one token; sets ``finish`` where it is the last."""
+        """Append one token; set ``finish`` if it is the last."""
         self._ids.append(token)
         self._logprobs.append(logprob)
         if token in self.request.stop_ids or (self._stops is not None and self._stops.met(self._ids[self._turn :])):
@@ -127,15 +127,15 @@ class Sequence:
         self._versions.append(version)
 
     def so_far(self) -> Completion:
-        """Return what there is while it runs; of one that has just ended, less than all.
+        """Return the partial response while the sequence runs; of one that has just ended, without its last token.
 
-        A token counts as there with its version, which is noted last.
+        A token counts once its version is recorded, which happens last.
         """
-        there = len(self._versions)
-        return self._completion(there if self.finish is None else max(0, there - 1), "aborted")
+        recorded = len(self._versions)
+        return self._completion(recorded if self.finish is None else max(0, recorded - 1), "aborted")
 
     def completion(self) -> Completion:
-        """Return what there is."""
+        """Return the response with all its tokens."""
         return self._completion(len(self._ids), self.finish or "aborted")
 
     def _completion(self, tokens: int, finish: Finish) -> Completion:
@@ -155,7 +155,7 @@ class Sequence:
 
 
 class _Kept(NamedTuple):
-    """An episode between two turns: what is in the cache of all but the last of its ``tokens``, prompt included."""
+    """An episode between two turns. prefix: cache content of all its ``tokens``, including the prompt, but the last."""
 
     tokens: tuple[int, ...]
     versions: tuple[int, ...]
@@ -164,9 +164,9 @@ class _Kept(NamedTuple):
 
 
 class DecodeBatch:
-    """The running sequences of one model; call from one thread under ``torch.inference_mode``.
+    """The running sequences of one model. Call it from one thread, under ``torch.inference_mode``.
 
-    keeps_prefix, spans: see ``RolloutEngine``. stale: tokens that were drawn behind keys and values of older weights.
+    keeps_prefix, spans: see ``RolloutEngine``. stale: number of tokens drawn on keys and values of older weights.
     """
 
     def __init__(
@@ -201,18 +201,18 @@ class DecodeBatch:
 
     @property
     def running(self) -> int:
-        """Sequences that have a slot."""
+        """Number of sequences that have a slot."""
         return len(self._active)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences that wait for a slot."""
         return len(self._waiting)
 
     def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Take the weights of ``version``, and compute anew what the running sequences have so far, or keep it.
+        """Load the weights of ``version``, and recompute the caches of the running sequences, or keep them.
 
-        The tokens that older weights are about to draw are still theirs.
+        If they are kept, the next token of each sequence is still drawn from the logits of the older weights.
         """
         self._model.load(tensors)
         self._prefixes.clear()
@@ -227,7 +227,7 @@ class DecodeBatch:
         self._waiting.append(sequence)
 
     def step(self) -> list[Sequence]:
-        """Generate one token of each sequence; return those that ended. Does nothing where none runs or waits."""
+        """Generate one token of each sequence; return the sequences that ended. Do nothing if none runs or waits."""
         ended = self._sweep()
         self._admit()
         if not self._active:
@@ -266,9 +266,9 @@ class DecodeBatch:
             self._place(slot, sequence)
 
     def _place(self, slot: int, sequence: Sequence) -> None:
-        """Read what there is of a sequence into its slot: at once where other weights made some of it.
+        """Compute the cache of a sequence in its slot: in one prefill if other weights made some of its tokens.
 
-        Of an episode that goes on, what was kept is there already.
+        For the next turn of an episode, the kept state is used.
         """
         assert self._version is not None
         kept = self._kept.pop(sequence.request.name, None)
@@ -277,15 +277,15 @@ class DecodeBatch:
             self._positions[slot] = len(kept.versions) - 1
             self._oldest[slot], self._newest[slot] = kept.oldest, self._version.packed
             return
-        prompt_ids, there = sequence.request.prompt_ids, sequence.ids_of_others(self._version.packed)
-        prefix = self._prefill((*prompt_ids, *there)) if there else self._prefix(prompt_ids)
+        prompt_ids, response_ids = sequence.request.prompt_ids, sequence.ids_to_prefill(self._version.packed)
+        prefix = self._prefill((*prompt_ids, *response_ids)) if response_ids else self._prefix(prompt_ids)
         self._cache.begin(slot, prefix)
         self._logits[slot] = prefix.logits
-        self._positions[slot] = len(there)
+        self._positions[slot] = len(response_ids)
         self._oldest[slot] = self._newest[slot] = self._version.packed
 
     def _prefix(self, prompt_ids: tuple[int, ...]) -> Prefix:
-        """Prefill a prompt, or find it among the last few: the members of a group follow each other."""
+        """Prefill a prompt, or reuse one of the most recent prefills: the samples of a group follow each other."""
         prefix = self._prefixes.pop(prompt_ids, None)
         if prefix is None:
             prefix = self._prefill(prompt_ids)
@@ -308,8 +308,8 @@ class DecodeBatch:
         self._positions += 1
         ended = []
         for slot, sequence in list(self._active.items()):
-            if (there := sequence.token(positions[slot])) is not None:
-                self._tokens[slot] = there
+            if (known := sequence.token(positions[slot])) is not None:
+                self._tokens[slot] = known
                 continue
             sequence.append(tokens[slot], values[slot], versions[slot])
             self.stale += int(self._oldest[slot] != versions[slot])
@@ -321,7 +321,7 @@ class DecodeBatch:
         return ended
 
     def _keep(self, slot: int, sequence: Sequence) -> None:
-        """Keep what was computed of an episode for its next turn: of as many episodes as there are slots."""
+        """Keep the computed state of an episode for its next turn, for at most as many episodes as there are slots."""
         prefix = self._cache.copy(slot, logits=self._logits[slot])
         oldest = int(self._oldest[slot])
         self._kept[sequence.request.name] = _Kept(sequence.tokens(), sequence.versions(), prefix, oldest)

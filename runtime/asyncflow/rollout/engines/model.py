@@ -1,13 +1,15 @@
-"""A causal language model that prefills prompts and decodes slots: Hugging Face's module, our cache, any weights.
+"""A causal language model that prefills prompts and decodes slots: a Hugging Face module with AsyncFlow's own cache.
 
-The cache has ``slots`` rows of ``max_length`` positions, allocated once. The rows of one decode step stand at different
-positions: the cache writes each row's new key and value at that row's own length, and the mask says how much of each
-row is real. A row joins by copying a prefilled prompt into its slot.
+The cache has ``slots`` rows of ``max_length`` positions, allocated once. The rows of one decode step are at different
+positions: the cache writes each row's new key and value at the row's own length, and the mask marks the valid part of
+each row. A prefilled prompt is copied into a slot to start a row.
 
-Invariants: no weight is read from disk, all come through ``load``; ``load`` checks every name and shape before the
-first byte is overwritten; a prompt is prefilled alone, so that its cache is a function of its ids and the weights; the
-shapes of a decode step never change while the engine lives (all slots, all positions, masked), so that what is computed
-for one row does not depend on which slot it has nor on who else is running.
+Invariants:
+* Weights are never read from disk; all come through ``load``, which checks every name and shape before it overwrites
+  the first byte.
+* A prompt is prefilled alone, so its cache is a function of its ids and the weights.
+* The shapes of a decode step never change (all slots, all positions, masked), so the result for one row depends neither
+  on its slot nor on the other rows.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ ATTENTION = "asyncflow_slots"
 """The name under which ``slot_attention`` is registered with transformers."""
 
 _EXPERTS = "batched_mm"
-"""Transformers' computation of experts: for each token by itself, so that no token depends on who else is computed."""
+"""Transformers' implementation of experts that computes each token by itself, independently of the other tokens."""
 _PREFILL_MULTIPLE = 8
 
 
@@ -48,12 +50,12 @@ class Prefix:
 
     @property
     def length(self) -> int:
-        """The prompt's tokens."""
+        """Number of tokens of the prompt."""
         return int(self.keys[0].shape[1])
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer: keys and values [slots, heads, max_length, head_dim], written at the rows that the cache names."""
+    """One layer: keys and values [slots, heads, max_length, head_dim], written at the rows that the cache selects."""
 
     is_sliding = False
 
@@ -71,7 +73,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write one token a row, [slots, heads, 1, head_dim], and give the whole of both."""
+        """Write one token per row, [slots, heads, 1, head_dim], and return all keys and values."""
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             head_dim = states.shape[-1]
             kept.view(-1, head_dim).index_copy_(0, self._cache.rows, states.reshape(-1, head_dim))
@@ -82,18 +84,18 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._cache.max_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0: rows have lengths of their own, positions are passed to the model."""
+        """Return 0: rows have their own lengths, and positions are passed to the model."""
         return 0
 
     def get_max_length(self) -> int:
-        """Return the positions of a row."""
+        """Return the number of positions of a row."""
         return self._cache.max_length
 
 
 class SlotCache(Cache):  # type: ignore[misc]
     """The cache of all layers, the length of every row, and the additive float32 mask [slots, 1, 1, max_length].
 
-    prefix: any prompt that was prefilled; it has the shapes and dtype of keys and values.
+    prefix: any prefilled prompt; it provides the shapes and dtype of keys and values.
     """
 
     def __init__(self, *, prefix: Prefix, slots: int, max_length: int) -> None:
@@ -119,7 +121,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.lengths[slot] = prefix.length
 
     def copy(self, slot: int, *, logits: Tensor) -> Prefix:
-        """Copy what ``slot`` holds, to be begun with again. logits: float32[vocab] at its end."""
+        """Copy the content of ``slot`` for a later ``begin``. logits: float32[vocab] after its last token."""
         length = int(self.lengths[slot])
         return Prefix(
             keys=[layer.keys[slot, :, :length].clone() for layer in self.layers],
@@ -128,17 +130,17 @@ class SlotCache(Cache):  # type: ignore[misc]
         )
 
     def end(self, slot: int) -> None:
-        """Free ``slot``: the row stands at position 0 and writes only there, which the next sequence overwrites."""
+        """Free ``slot``: the row stays at position 0 and writes only there, and the next sequence overwrites it."""
         self.mask[slot, ..., 1:] = float("-inf")
         self.lengths[slot] = 0
 
     def open(self) -> None:
-        """Point every row at its next position; a decode step follows."""
+        """Set every row to its next position before a decode step."""
         self.rows = (self._bases + self.lengths[:, None]).view(-1)
         self.mask[self._slots, 0, 0, self.lengths] = 0.0
 
     def close(self, active: Tensor) -> None:
-        """Count the token that the step wrote for the rows in ``active`` (int64)."""
+        """Count the token that the step has written for the rows in ``active`` (int64)."""
         self.lengths[active] += 1
 
 
@@ -151,7 +153,7 @@ def slot_attention(
     scaling: float,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: a decode step has a mask, a prefill has none and is causal.
+    """Compute attention for transformers. A decode step has a mask; a prefill has none and is causal.
 
     Decoding treats the query heads that share a KV head as rows of one product, so that the cache is never repeated.
     """
@@ -174,17 +176,17 @@ AttentionInterface.register(ATTENTION, slot_attention)
 class CausalModel:
     """One model in one dtype, on the CPU.
 
-    folder: holds ``config.json``; longest: most tokens of a sequence. Raises ManifestError for a folder or dtype that
-    is wrong, NotYetError for a model whose rows would influence each other or whose attention is not full.
+    folder: contains ``config.json``; longest: most tokens of a sequence. Raises ManifestError for an invalid folder or
+    dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
     """
 
     def __init__(self, folder: Path, *, dtype: str, longest: int) -> None:
         if not (folder / "config.json").is_file():
-            raise ManifestError("no config.json", where=str(folder), hint="Give a Hugging Face model folder")
+            raise ManifestError("no config.json", where=str(folder), hint="Use a Hugging Face model folder")
         check_dtype(dtype, where=str(folder))
         check_model(json.loads((folder / "config.json").read_text()), longest=longest, where=str(folder))
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # with what config.json leaves out
+        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # with the defaults
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():
@@ -212,14 +214,14 @@ class CausalModel:
     def load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Overwrite all parameters, and the buffers that are saved with them.
 
-        tensors: float32, or bfloat16 as uint16 bits; a tied parameter may come under any or all of its names.
+        tensors: float32, or bfloat16 as uint16 bits; a tied parameter may appear under any or all of its names.
         """
         sources = self._sources(tensors)
         for key, parameter in self._parameters.items():
             parameter.copy_(_tensor(sources[key]))
 
     def prefill(self, prompt_ids: Sequence[int]) -> Prefix:
-        """Run one prompt by itself; it is padded at the end, where causal attention does not see."""
+        """Run one prompt alone. It is padded at the end, which causal attention does not see."""
         length = len(prompt_ids)
         ids = torch.zeros(1, -(-length // _PREFILL_MULTIPLE) * _PREFILL_MULTIPLE, dtype=torch.int64)
         ids[0, :length] = torch.tensor(prompt_ids)
@@ -238,7 +240,7 @@ class CausalModel:
         )
 
     def decode(self, cache: SlotCache, tokens: Tensor) -> Tensor:
-        """Run one token a slot, int64[slots]; gives logits [slots, vocab]. ``cache.open`` came before."""
+        """Run one token per slot, int64[slots]; return logits [slots, vocab]. Call ``cache.open`` before."""
         logits: Tensor = self._module(
             input_ids=tokens[:, None],
             attention_mask=cache.mask,
@@ -249,30 +251,30 @@ class CausalModel:
         return logits[:, 0]
 
     def _sources(self, tensors: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        """Match arrays with parameters; raises ManifestError that names all that is wrong."""
-        wrong: list[str] = []
+        """Match arrays with parameters. Raises ManifestError that lists the mismatches."""
+        problems: list[str] = []
         sources: dict[int, NDArray[Any]] = {}
         known = {name for names in self._names.values() for name in names}
-        wrong += [f"unexpected {name}" for name in sorted(set(tensors) - known)]
+        problems += [f"unexpected {name}" for name in sorted(set(tensors) - known)]
         for key, names in self._names.items():
-            given = [name for name in names if name in tensors]
-            if not given:
-                wrong.append(f"missing {names[0]}")
+            present = [name for name in names if name in tensors]
+            if not present:
+                problems.append(f"missing {names[0]}")
                 continue
             shape = tuple(self._parameters[key].shape)
-            for name in given:
+            for name in present:
                 if tensors[name].shape != shape:
-                    wrong.append(f"{name} is {tensors[name].shape}, not {shape}")
+                    problems.append(f"{name} is {tensors[name].shape}, not {shape}")
                 elif tensors[name].dtype not in (np.float32, np.uint16):
-                    wrong.append(f"{name} is {tensors[name].dtype}, not float32 or bfloat16 bits")
+                    problems.append(f"{name} is {tensors[name].dtype}, not float32 or bfloat16 bits")
                 elif key in sources and not np.array_equal(sources[key], tensors[name]):
-                    wrong.append(f"{name} differs from {given[0]}, to which it is tied")
+                    problems.append(f"{name} differs from {present[0]}, to which it is tied")
                 else:
                     sources.setdefault(key, tensors[name])
-        if wrong:
-            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ManifestError(
-                f"weights do not fit the model: {'; '.join(wrong[:8])}{more}",
+                f"weights do not fit the model: {'; '.join(problems[:8])}{more}",
                 where=self._where,
                 hint="Trainer and rollout must use the same model.source",
             )
@@ -280,7 +282,7 @@ class CausalModel:
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
-    """View an array as a tensor; one that torch may not alias (read-only memory) is copied."""
+    """View an array as a tensor; copy it if torch must not alias it (read-only memory)."""
     owned = array if array.flags.writeable else array.copy()
     tensor = torch.from_numpy(owned)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -1,11 +1,11 @@
-"""The simulated engine: service times from distributions, made-up tokens, no torch.
+"""The simulated engine: service times from distributions, invented tokens, no torch.
 
-A response's length, ids and log-probabilities are keyed by its sample like real ones, so that runs can be compared;
-only the time that it takes is simulated, by one timer for whichever sequence ends next. Weights are copied as into a
-device's memory, though nothing is computed with them.
+A response's length, ids and log-probs are keyed by its sample, as for a real engine, so that runs can be compared. Only
+its duration is simulated, by one timer for the sequence that ends next. Weights are copied, as into a device's memory,
+but nothing is computed with them.
 
-Invariant: a sequence never holds the event loop, and at most ``slots`` run at once; those that run advance at one
-common rate (``_Clock``), and stand still while weights are loaded.
+Invariant: a sequence never blocks the event loop, and at most ``slots`` sequences run at the same time. Running
+sequences advance at one common rate (``_Clock``), and pause while weights are loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asyncflow.rollout.lengths import Lengths
 from asyncflow.rollout.sampling import stream, uniforms
 
 _RESOLUTION_S = 1e-9
-"""Timers are no more exact than this."""
+"""Resolution of timers."""
 
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -47,15 +47,17 @@ _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the simulated engine.
 
-    tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
-    (lognormal); rho: correlation of the logs within a group; token_s, prefill_s, load_s: seconds per token, per
-    response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
-    token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token whose cache is computed again: at a
-    load, unless caches are kept, of the prompts and tokens so far of all that run, which stand still for their sum; of
-    what another instance began, when it goes on here, the tokens of the response, and of an observation those of that;
-    time_scale: multiplies all seconds;
-    vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights (token_s) and the cache
-    of each sequence (share_s); computing a cache again is bound by arithmetic.
+    tokens: mean response length (the median if sigma > 0; 0: always max_tokens).
+    sigma: standard deviation of the log of the length (lognormal); rho: correlation of the logs within a group.
+    token_s, prefill_s, load_s: seconds per token, per response and per load.
+    share_s: additional seconds per token for each further running sequence: with n running, each token takes
+    token_s + share_s * (n - 1).
+    recompute_s: seconds per token whose cache is computed again. At a load, unless caches are kept, these are the
+    prompts and tokens of all running sequences, which pause for the sum. For a response that another instance started,
+    they are its tokens; for an observation, the tokens of the observation.
+    time_scale: factor of all seconds; vocab: ids are below it.
+    Source of the model: decoding is bound by memory, reading weights (token_s) and the cache of each sequence
+    (share_s); computing a cache again is bound by arithmetic.
     """
 
     tokens: _Amount = 0.0
@@ -70,16 +72,15 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     vocab: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 97
 
     def __post_init__(self) -> None:
-        """Refuse to share what takes no time."""
+        """Refuse share_s without token_s."""
         if self.share_s and not self.token_s:
             raise ValueError("share_s without token_s: a sequence that runs alone must take time, too")
 
 
 class _Sequence:
-    """A sequence that waits for its slot, then makes ``left`` tokens from ``began`` to ``ends`` of the engine's clock.
+    """A sequence that waits for a slot, then makes ``left`` tokens from ``began`` to ``ends`` by the engine's clock.
 
-    slot: done when it has one; ended: done when it has all tokens, or is aborted; marks: which version makes which of
-    those tokens.
+    slot: done when it has a slot; ended: done when it has all tokens or is aborted; marks: the version of each token.
     """
 
     def __init__(self, request: GenerationRequest, *, left: int, version: Version) -> None:
@@ -92,45 +93,45 @@ class _Sequence:
         self.left = left
 
     def abort(self) -> None:
-        """End it, whether it runs or waits."""
+        """End the sequence, whether it runs or waits."""
         self.aborted = True
         for future in (self.slot, self.ended):
             if not future.done():
                 future.set_result(None)
 
     def tokens(self, at: float) -> int:
-        """Return how many tokens there are at a time of the clock; one is never the last before the end."""
+        """Return the number of tokens made at a time of the clock; the last token exists only from ``ends`` on."""
         if at < self.began:
             return 0
         return self.left if at >= self.ends else int(self.left * (at - self.began) / (self.ends - self.began))
 
     def length(self, at: float) -> int:
-        """Return how many tokens there are at a time, with the prompt and what was there before it."""
+        """Return the number of tokens at a time, including the prompt and the start of the response."""
         return len(self.request.prompt_ids) + self.request.begun + self.tokens(at)
 
     def stale(self, at: float) -> int:
-        """Return how many of the tokens there are at a time were made since it was first carried over."""
+        """Return the number of tokens made, by a time, after the sequence was first carried over."""
         return self.marks.stale(self.tokens(at))
 
 
 class _Clock:
-    """The common time of all sequences that run, in seconds as they would be for one that runs alone.
+    """The common time of all running sequences, in seconds of a sequence that runs alone.
 
-    share: by how much each further one slows it down. Each end makes the others faster from that moment on, however
-    late the event loop hears of it. The clock does not go on while it is stopped.
+    share: by how much each further sequence slows it down. The end of a sequence speeds up the others from that time
+    on, even if the event loop processes it late. The clock does not advance while it is stopped.
     """
 
     def __init__(self, *, share: float) -> None:
         self._share = share
         self._running: list[tuple[float, int, _Sequence]] = []
-        self._begun = 0
+        self._started = 0
         self._value = 0.0
         self._since = 0.0
         self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
-        """Return its time; what has ended by then is told so."""
+        """Return its time, and complete the sequences that have ended by then."""
         now = asyncio.get_running_loop().time()
         left, self._since = now - self._since, now
         if self._stopped:
@@ -144,11 +145,11 @@ class _Clock:
         return self._value
 
     def begin(self, sequence: _Sequence, *, seconds: float) -> None:
-        """Run a sequence, which takes ``seconds`` where it runs alone."""
+        """Run a sequence that takes ``seconds`` when it runs alone."""
         sequence.began = self.now()
         sequence.ends = sequence.began + seconds
-        self._begun += 1
-        heapq.heappush(self._running, (sequence.ends, self._begun, sequence))
+        self._started += 1
+        heapq.heappush(self._running, (sequence.ends, self._started, sequence))
         self._wake()
 
     def leave(self, sequence: _Sequence) -> float:
@@ -161,13 +162,13 @@ class _Clock:
         return now
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stop the clock."""
         self.now()
         self._stopped = True
         self._wake()
 
-    def go_on(self) -> None:
-        """Stand still no more."""
+    def resume(self) -> None:
+        """Start the clock again."""
         self.now()
         self._stopped = False
         self._wake()
@@ -176,11 +177,11 @@ class _Clock:
         return 1 + self._share * max(0, len(self._running) - 1)
 
     def _until_next(self) -> float:
-        """Return the seconds until the next of them ends."""
+        """Return the seconds until the next sequence ends."""
         return (self._running[0][0] - self._value) * self._slowdown()
 
     def _wake(self) -> None:
-        """Look again when the next of them ends."""
+        """Set the timer to the end of the next sequence."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -193,7 +194,7 @@ class _Clock:
 
 
 class SimulatedEngine(RolloutEngine):
-    """A pretended engine."""
+    """An engine that only simulates the time of generation."""
 
     Options = SimulatedOptions
     can_be_deterministic = True
@@ -217,28 +218,28 @@ class SimulatedEngine(RolloutEngine):
         self._closed = False
 
     async def start(self) -> None:
-        """Do nothing: there is nothing to build."""
+        """Do nothing: the engine has no model to build."""
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Copy any tensors; only the version counts."""
+        """Copy the tensors, which may be any; only the version matters."""
         async with self._loading:
             self._clock.stop()
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-                again = 0.0
+                recompute_s = 0.0
                 now = self._clock.now()
                 if not self.keeps_prefix:
                     self._kept.clear()
-                    again = self._set.recompute_s * sum(each.length(now) for each in self._running)
-                await asyncio.sleep((self._set.load_s + again) * self._set.time_scale)
+                    recompute_s = self._set.recompute_s * sum(each.length(now) for each in self._running)
+                await asyncio.sleep((self._set.load_s + recompute_s) * self._set.time_scale)
                 self.weights, self.version = copied, version
                 for sequence in (*self._running, *self._waiting):
                     sequence.marks.mark(sequence.tokens(now), version)
             finally:
-                self._clock.go_on()
+                self._clock.resume()
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Wait as long as the response would take, then make it up."""
+        """Wait as long as the response would take, then invent it."""
         request.check(max_length=self.max_length)
         if self.version is None or self._closed:
             raise Refused("the engine is closed" if self._closed else "no weights were loaded yet", where="generate")
@@ -263,10 +264,10 @@ class SimulatedEngine(RolloutEngine):
             self._kept[request.name] = length
             if len(self._kept) > self.slots:
                 del self._kept[next(iter(self._kept))]
-        return request.continues.followed_by(self._made_up(sequence, made, finish))
+        return request.continues.followed_by(self._invented(sequence, made, finish))
 
     def _admit(self) -> None:
-        """Assign free slots to those that wait, in order."""
+        """Assign free slots to waiting sequences, in order."""
         while self._waiting and len(self._running) < self.slots:
             sequence = next(iter(self._waiting))
             del self._waiting[sequence]
@@ -293,8 +294,8 @@ class SimulatedEngine(RolloutEngine):
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
 
-    def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
-        """Return ``length`` tokens behind those that were there already."""
+    def _invented(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
+        """Return ``length`` tokens that follow the start of the response."""
         request = sequence.request
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         numbers = uniforms(state, request.begun + np.arange(length))
@@ -306,18 +307,18 @@ class SimulatedEngine(RolloutEngine):
         )
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
-        """End these sequences now."""
+        """End these sequences immediately."""
         ended = {(purpose, key) for key in keys}
         for sequence in (*self._running, *self._waiting):
             if sequence.request.name in ended:
                 sequence.abort()
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
-        """Return what there is of each sequence now."""
+        """Return the partial response of each running sequence."""
         now = self._clock.now()
         return {
             each.request.name: each.request.continues.followed_by(
-                self._made_up(each, min(each.tokens(now), each.left - 1), "aborted")
+                self._invented(each, min(each.tokens(now), each.left - 1), "aborted")
             )
             for each in self._running
         }
@@ -338,7 +339,7 @@ class SimulatedEngine(RolloutEngine):
         )
 
     async def close(self) -> None:
-        """End what runs as aborted."""
+        """End running and waiting sequences as aborted."""
         self._closed = True
         for sequence in (*self._running, *self._waiting):
             sequence.abort()

@@ -1,9 +1,9 @@
-"""The in-process engine: a Hugging Face model, continuous batching, one thread that steps.
+"""The in-process engine: a Hugging Face model with continuous batching and one step thread.
 
-Coroutines hand sequences to the thread and wait on futures; the thread takes them between steps. Loading weights is a
-message to the same thread, so that it falls between two steps by construction.
+Coroutines submit sequences and wait on futures; the thread takes new sequences between steps. A load of weights is a
+message to the same thread, so it always happens between two steps.
 
-Invariant: model, cache and batch are touched by the step thread only; everything else talks to it through one lock.
+Invariant: only the step thread accesses model, cache and batch. All other access goes through one lock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _SWITCH_S = 0.001
 class TransformersEngine(RolloutEngine):
     """A Hugging Face causal model in this process (torch, CPU).
 
-    An error inside a step or a load is final: it is raised by every ``generate`` and ``load`` from then on. Weights
-    that do not fit are only refused.
+    An error inside a step or a load is final: every ``generate`` and ``load`` raises it from then on. Weights that do
+    not fit are refused without this effect.
     """
 
     Options = NoOptions
@@ -72,8 +72,8 @@ class TransformersEngine(RolloutEngine):
     async def start(self) -> None:
         """Build the model in the step thread; its weights are undefined until ``load``.
 
-        The step thread lets go of the GIL in every operation and wants it back soon: the interpreter is told to switch
-        threads sooner than it usually would.
+        The step thread releases the GIL in every operation and needs it again soon, so the interpreter's switch
+        interval is shortened.
         """
         sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
@@ -114,7 +114,7 @@ class TransformersEngine(RolloutEngine):
                     sequence.aborted = True
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
-        """Return what there is of each sequence, as it runs on."""
+        """Return the partial response of each running sequence."""
         with self._wake:
             sequences = list(self._open)
         return {each.request.name: each.so_far() for each in sequences}
@@ -138,7 +138,7 @@ class TransformersEngine(RolloutEngine):
             )
 
     async def close(self) -> None:
-        """Stop the thread; what runs ends as aborted."""
+        """Stop the thread; running sequences end as aborted."""
         with self._wake:
             self._closing = True
             for sequence in self._open:
@@ -178,10 +178,10 @@ class TransformersEngine(RolloutEngine):
                 self._fail(error)
 
     def _turn(self, batch: DecodeBatch) -> bool:
-        """Take what arrived, load or step once; waits where there is nothing to do. False: closed and empty."""
+        """Take new sequences, then load or step once; wait if there is nothing to do. False: closed and empty."""
         with self._wake:
             while not (self._arrived or self._loads or self._closing or batch.running or batch.waiting):
-                self._rest()
+                self._end_busy()
                 self._wake.wait()
             arrived, self._arrived = self._arrived, []
             load = self._loads.popleft() if self._loads else None
@@ -196,7 +196,7 @@ class TransformersEngine(RolloutEngine):
         with self._wake:
             return not (self._closing and not self._arrived and not batch.running and not batch.waiting)
 
-    def _rest(self) -> None:
+    def _end_busy(self) -> None:
         if self._busy_since is not None:
             self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = None

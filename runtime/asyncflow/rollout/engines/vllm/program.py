@@ -1,10 +1,11 @@
-"""The process that is a vLLM server: ``python -m asyncflow.rollout.engines.vllm.program SETTINGS``, settings in JSON.
+"""Entry point of a vLLM server process: ``python -m asyncflow.rollout.engines.vllm.program SETTINGS`` (JSON).
 
-It compares what is asked for with what the installed vLLM can do, by its own parser and platform and not by its version
-number, and then becomes vLLM's HTTP server. What vLLM cannot do is written to the file ``refusal`` for the parent.
+It compares the settings with the features of the installed vLLM, through vLLM's own parser and platform and not through
+its version number, and then runs vLLM's HTTP server. If vLLM cannot fulfil the settings, the reason is written to the
+file ``refusal`` for the parent.
 
-Invariant: every process of the server ends with its parent, also after SIGKILL: the processes that vLLM spawns import
-this module before anything else, as ``__mp_main__``, and call ``die_with_parent`` there.
+Invariant: every process of the server ends with its parent, even after SIGKILL. The processes that vLLM spawns import
+this module first, as ``__mp_main__``, and call ``die_with_parent`` there.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from asyncflow.process import PARENT, die_with_parent
 
 EXTENSION = "asyncflow.rollout.engines.vllm.worker.WorkerExtension"
 REFUSED = 2
-"""Exit status of a server that cannot be what it was asked to be."""
+"""Exit status of a server whose settings the installed vLLM cannot fulfil."""
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 _SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _PARSER_CLASSES = ("vllm.utils.argparse_utils", "vllm.utils")
-"""Modules in which different versions of vLLM have these, newest first."""
+"""Modules that contain these functions in different versions of vLLM, newest first."""
 _BATCH_INVARIANT = "cuda"
-"""Kind of device for which vLLM has batch-invariant kernels: another is refused before vLLM is imported."""
-_VARIANT = "the installed vLLM has no batch-invariant kernels for {}: deterministic cannot be kept"
+"""Device kind for which vLLM has batch-invariant kernels. Another kind is refused before vLLM is imported."""
+_VARIANT = "the installed vLLM has no batch-invariant kernels for {}, which deterministic requires"
 
 
 class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the engine ``vllm``.
 
     args: options of ``vllm serve``, by name with underscores, as the installed version knows them; start_s: seconds
-    that the server may take to answer; stall_s: seconds without a new token, while requests run, after which it counts
-    as stuck.
+    within which the server must answer; stall_s: seconds without a new token, while requests run, after which it is
+    considered stuck.
     """
 
     args: dict[str, Any] = {}
@@ -47,40 +48,40 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an option of vLLM that the manifest says elsewhere."""
+        """Raise ValueError for a vLLM option that another field of the manifest or the engine sets."""
         for name in self.args:
-            if instead := _SAID_ELSEWHERE.get(name.replace("-", "_")):
-                raise ValueError(f"args.{name}: {instead}")
+            if reason := _SET_ELSEWHERE.get(name.replace("-", "_")):
+                raise ValueError(f"args.{name}: {reason}")
 
 
-_OURS = "it is set by the engine"
+_BY_ENGINE = "it is set by the engine"
 _ONE = "the devices of one engine are used by tensor parallelism"
-_SAID_ELSEWHERE: Mapping[str, str] = {
-    "model": "spec.model.source says it",
-    "tokenizer": "spec.model.source says it",
-    "dtype": "spec.rollout.engine.dtype says it",
-    "max_model_len": "spec.sampling.maxPromptTokens and maxTokens say it",
-    "max_num_seqs": "spec.rollout.engine.slots says it",
-    "tensor_parallel_size": "spec.rollout.accelerator.count says it",
+_SET_ELSEWHERE: Mapping[str, str] = {
+    "model": "set spec.model.source instead",
+    "tokenizer": "set spec.model.source instead",
+    "dtype": "set spec.rollout.engine.dtype instead",
+    "max_model_len": "set spec.sampling.maxPromptTokens and maxTokens instead",
+    "max_num_seqs": "set spec.rollout.engine.slots instead",
+    "tensor_parallel_size": "set spec.rollout.accelerator.count instead",
     "pipeline_parallel_size": _ONE,
     "data_parallel_size": _ONE,
-    "config": "give the options themselves",
+    "config": "set the options themselves",
     **dict.fromkeys(
         ("uds", "host", "port", "api_key", "ssl_keyfile", "ssl_certfile", "load_format", "logprobs_mode",
          "worker_extension_cls", "generation_config", "served_model_name", "skip_tokenizer_init",
          "disable_log_stats", "disable_fastapi_docs"),
-        _OURS,
+        _BY_ENGINE,
     ),
 }  # fmt: skip
-"""Options of vLLM that ``args`` may not have, and where each belongs instead."""
+"""Options of vLLM that ``args`` must not contain, and the reason or the field to use instead."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a server.
 
-    required: options of vLLM, by name with underscores; optional: those that are left out where vLLM does not know
-    them; given: those of the manifest; device: torch's name of the kind of device; deterministic: batch-invariant
-    kernels; refusal: file for the reason why not.
+    required: options of vLLM, by name with underscores; optional: options that are left out if vLLM does not know them;
+    given: options of the manifest; device: torch's name of the kind of device; deterministic: whether batch-invariant
+    kernels are required; refusal: file for the reason of a refusal.
     """
 
     required: dict[str, Any]
@@ -92,7 +93,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(settings: ServerSettings) -> None:
-    """Serve until a signal comes. Exits with ``REFUSED`` where the settings have no meaning for this vLLM."""
+    """Serve until a signal arrives. Exits with ``REFUSED`` if this vLLM cannot fulfil the settings."""
 
     def refuse(why: str) -> NoReturn:
         Path(settings.refusal).write_text(why, encoding="utf-8")
@@ -116,15 +117,15 @@ def main(settings: ServerSettings) -> None:
     try:
         arguments = parser.parse_args(_argv({**settings.required, **optional, **settings.given}))
         _first(_PARSERS).validate_parsed_serve_args(arguments)
-    except (TypeError, ValueError) as wrong:
-        refuse(str(wrong))
+    except (TypeError, ValueError) as error:
+        refuse(str(error))
     import uvloop
 
     uvloop.run(_first(_SERVERS).run_server(arguments))
 
 
 def _first(names: tuple[str, ...]) -> ModuleType:
-    """Import the first of these modules that this vLLM has. Raises ImportError."""
+    """Import the first of these modules that the installed vLLM has. Raises ImportError."""
     for name in names[:-1]:
         try:
             return import_module(name)
@@ -147,7 +148,7 @@ def _flag(name: str) -> str:
 
 
 def _argv(options: dict[str, Any]) -> list[str]:
-    """Return options as words of a command line: flags for true and false, JSON for mappings."""
+    """Return options as command-line words: flags for true and false, JSON for mappings."""
     words: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):

@@ -1,9 +1,9 @@
-"""One vLLM server as a child of this process, and the HTTP client that speaks to it over a Unix socket.
+"""One vLLM server as a child of this process, and the HTTP client that talks to it over a Unix socket.
 
-The socket lies in a folder that only this user can enter: vLLM's weight and pause routes have no key of their own.
+The socket is in a folder that only this user can enter, because vLLM's weight and pause routes have no authentication.
 
-Invariant: the server and all of its processes end with ``close``, when one of them ends, and when this process ends in
-whatever way; a call to a server that has ended raises at once and says so.
+Invariants: the server and all of its processes end with ``close``, when one of them ends, and when this process ends in
+any way. A call to a server that has ended raises immediately, with the reason.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _END_S = 10.0
 _QUOTED = 500
 _EVENT, _LAST = b"data: ", b"data: [DONE]"
 _LINE = 1 << 20
-"""Bytes of the longest event."""
+"""Longest event in bytes."""
 _LONGEST_FOLDER = 70
 _RELAYED = ("Accept", "Content-Type")
-"""Headers of others' requests that are passed on."""
+"""Headers of clients' requests that are passed on."""
 _ALWAYS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -50,17 +50,17 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment of every server: routes for weights, processes that end with their parent, nothing told to anybody."""
+"""Environment of every server: weight routes enabled, spawned processes, no telemetry."""
 
 
 class _Routes(TypedDict):
-    """The part of /openapi.json that is used."""
+    """The part of /openapi.json that is read."""
 
     paths: dict[str, Any]
 
 
 class VllmServer:
-    """A server of one model. env: added to this process's environment; start_s: seconds until it must answer."""
+    """Server of one model. env: added to this process's environment; start_s: seconds within which it must answer."""
 
     def __init__(self, *, env: Mapping[str, str], start_s: float) -> None:
         self.paths: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class VllmServer:
     ) -> None:
         """Start the server and wait until it answers; see ``ServerSettings``.
 
-        Raises ManifestError for what the installed vLLM cannot do, PeerLost where it ends, DeadlineExceeded.
+        Raises ManifestError for settings that the installed vLLM cannot fulfil, PeerLost if it ends, DeadlineExceeded.
         """
         refusal, socket = self._folder / "refusal", self._folder / "socket"
         settings = ServerSettings(
@@ -105,13 +105,13 @@ class VllmServer:
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_LINE,
         )
-        began = time.monotonic()
+        started = time.monotonic()
         while not await self._answers():
             if self._ended.done() and self._process.returncode == REFUSED and refusal.exists():
                 hint = "The options are those of `vllm serve`, with underscores"
                 raise ManifestError(refusal.read_text(encoding="utf-8"), where=f"{OPTIONS}.args", hint=hint)
             self.check()
-            if time.monotonic() - began > self._start_s:
+            if time.monotonic() - started > self._start_s:
                 raise DeadlineExceeded(
                     f"the vLLM server does not answer after {self._start_s:g} s",
                     where="rollout.engine",
@@ -119,7 +119,7 @@ class VllmServer:
                 )
             await asyncio.wait([self._ended], timeout=_POLL_S)
         self.paths = frozenset((await self.call("GET", "/openapi.json", _Routes, within_s=self._start_s))["paths"])
-        log.info("the vLLM server answers after %.1f s, pid %d", time.monotonic() - began, self._process.pid)
+        log.info("the vLLM server answers after %.1f s, pid %d", time.monotonic() - started, self._process.pid)
 
     async def _answers(self) -> bool:
         assert self._session is not None
@@ -129,7 +129,7 @@ class VllmServer:
         return False
 
     def check(self) -> None:
-        """Raise PeerLost where the server has ended."""
+        """Raise PeerLost if the server has ended."""
         if self._ended is not None and self._ended.done():
             assert self._process is not None
             raise PeerLost(
@@ -145,18 +145,19 @@ class VllmServer:
     async def call(
         self, method: str, path: str, kind: type[T], *, body: object = None, within_s: float | None, **query: str
     ) -> T:
-        """Call the server and return its answer, a ``kind``.
+        """Call the server and return its answer, decoded as ``kind``.
 
-        within_s: None where only the end of the server ends the waiting. Raises PeerLost where it ends meanwhile,
-        DeadlineExceeded, and AsyncFlowError for an answer that is an error or no ``kind``.
+        within_s: timeout, None to wait until the server ends. Raises PeerLost if it ends meanwhile, DeadlineExceeded,
+        and AsyncFlowError for an error or an answer that is not a ``kind``.
         """
         return _read(await self._fetch(method, path, body, query, within_s) or b"{}", path, kind)
 
     async def relay(self, request: web.Request) -> web.StreamResponse:
-        """Ask the server what was asked here, and pass on its answer as it comes.
+        """Forward a client's request to the server, and stream the answer back.
 
-        The answer is 502 where the server gives none; where it breaks off, so does the connection of the caller. When
-        this is cancelled, or the caller is gone, the server's connection is closed, at which vLLM drops the request.
+        The answer is 502 if the server gives none. If its answer breaks off, the client's connection is aborted. When
+        this is cancelled, or the client disconnects, the connection to the server is closed, and vLLM drops the
+        request.
         """
         assert self._session is not None
         headers = {name: request.headers[name] for name in _RELAYED if name in request.headers}
@@ -169,8 +170,8 @@ class VllmServer:
                     status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
                 )
                 await response.prepare(request)
-                async for piece in answer.content.iter_any():
-                    await response.write(piece)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
                 await response.write_eof()
         except (aiohttp.ClientError, OSError, PeerLost) as error:
             if response is None:
@@ -181,7 +182,7 @@ class VllmServer:
         return response
 
     async def text(self, path: str, *, within_s: float) -> str:
-        """Return the answer to GET ``path`` as text; raises as ``call`` does."""
+        """Return the answer to GET ``path`` as text. Raises like ``call``."""
         return (await self._fetch("GET", path, None, {}, within_s)).decode()
 
     async def _fetch(
@@ -191,7 +192,7 @@ class VllmServer:
             return await answer.read()
 
     async def events(self, path: str, kind: type[T], *, body: object) -> AsyncGenerator[T]:
-        """Call POST ``path`` and yield the events of its answer, each a ``kind``, as they come; raises as ``call``."""
+        """Call POST ``path`` and yield the events of its answer, each decoded as ``kind``. Raises like ``call``."""
         async with self._answered("POST", path, body, {}, None) as answer:
             async for line in answer.content:
                 if not line.startswith(_EVENT) or line.startswith(_LAST):
@@ -207,7 +208,7 @@ class VllmServer:
     async def _answered(
         self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Make a call, and yield its answer, which is no error, to be read."""
+        """Make a call, and yield its successful response for reading."""
         assert self._session is not None
         self.check()
         content = None if body is None else msgspec.json.encode(body)
@@ -218,9 +219,11 @@ class VllmServer:
                 method, path, data=content, headers=headers, params=dict(query), timeout=timeout
             ) as answer:
                 if answer.status != 200:
-                    said = (await answer.read()).decode(errors="replace")[:_QUOTED]
+                    error_text = (await answer.read()).decode(errors="replace")[:_QUOTED]
                     await self._soon_ended()
-                    raise AsyncFlowError(f"vLLM answered {answer.status} to {path}: {said}", where="rollout.engine")
+                    raise AsyncFlowError(
+                        f"vLLM answered {answer.status} to {path}: {error_text}", where="rollout.engine"
+                    )
                 yield answer
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -231,13 +234,13 @@ class VllmServer:
             raise PeerLost(f"the vLLM server cannot be reached: {error}", where="rollout.engine") from error
 
     async def _soon_ended(self) -> None:
-        """Raise PeerLost where a failed call is the first sign of a server that is ending."""
+        """Raise PeerLost if the server ends shortly after a failed call, which is often the first sign of its end."""
         assert self._ended is not None
         await asyncio.wait([self._ended], timeout=1.0)
         self.check()
 
     async def close(self, *, why: str) -> None:
-        """End the server: in order, then by force. Idempotent. why: the reason in the errors of later calls."""
+        """End the server by SIGTERM, then by SIGKILL. Idempotent. why: the reason in the errors of later calls."""
         if self._process is not None and self._ended is not None and not self._ended.done():
             self._why = why
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -252,17 +255,17 @@ class VllmServer:
 
 
 def _read(data: bytes, path: str, kind: type[T]) -> T:
-    """Return what ``data`` says. Raises AsyncFlowError where it is no JSON, or no ``kind``."""
+    """Decode ``data``. Raises AsyncFlowError if it is not JSON, or not a ``kind``."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AsyncFlowError(
             f"vLLM's answer to {path} cannot be read: {error}: {data[:_QUOTED].decode(errors='replace')}",
             where="rollout.engine",
-            hint="Install a vLLM that was tried (docs/guide/vllm.md)",
+            hint="Install a tested version of vLLM (docs/guide/vllm.md)",
         ) from error
 
 
 def _short(folder: str) -> str:
-    """Return ``folder``, or one whose sockets have names that a socket may have."""
+    """Return ``folder``, or /tmp if the names of sockets in it would be too long."""
     return folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  mkdtemp makes a folder of its own there

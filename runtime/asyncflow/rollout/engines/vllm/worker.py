@@ -1,13 +1,13 @@
-"""The part of the engine in vLLM's worker processes (``--worker-extension-cls``): weights, and when prompts are read.
+"""The part of the engine inside vLLM's worker processes (``--worker-extension-cls``): weights, and times of prefills.
 
-    stage:     a mapping of the sender's memory -> tensors beside the running model, on a stream and a thread of its own
+    stage:     a mapping of the sender's memory -> tensors next to the running model, on a separate stream and thread
     swap:      ``model_runner.reload_weights`` from the staged tensors, while generation is paused
     prefills:  times of the steps in which ``model_runner.execute_model`` reads more of a sequence than its last token
 
-The methods are called by name through ``/collective_rpc`` and answer with what JSON can say.
+The methods are called by name through ``/collective_rpc`` and return JSON values.
 
-Invariant: nothing that runs is touched before ``asyncflow_swap``; after it the model holds the staged tensors and
-nothing else. The calls other than the swap take microseconds, for they hold up the engine's loop.
+Invariants: the running model is unchanged before ``asyncflow_swap``; after it, the model holds exactly the staged
+tensors. All calls except the swap take microseconds, because they block the engine's loop.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch import Tensor, nn
 from asyncflow import clock
 
 Placed = dict[str, Any]
-"""Place of a tensor in the memory that was shared: name, dtype, shape, offset in bytes."""
+"""Location of a tensor in the shared memory: name, dtype, shape, offset in bytes."""
 
 _SPARE = 1 << 30
-"""Bytes of device memory that staged tensors leave alone."""
+"""Bytes of device memory that staged tensors leave free."""
 _MOST_PREFILLS = 4096
-"""Times that are kept until they are asked for, the newest."""
+"""Number of times, the newest, that are kept until they are fetched."""
 _NEXT_S = 0.02
-"""Most seconds between two steps that follow each other: what is sampled and scheduled there."""
+"""Most seconds between two consecutive steps: the time for sampling and scheduling."""
 
 
 class Staging:
-    """One version on its way into a worker.
+    """Staging of one version in a worker.
 
-    stream: of the device, None on a CPU; room: bytes that may be taken there. where: ``host`` or ``device`` once it is
-    known; error: why it cannot be staged; done: whether either is.
+    stream: of the device, None on a CPU; room: bytes that may be allocated there.
+    where: ``host`` or ``device`` once staged; error: the reason for a failure; done: whether one of them is set.
     """
 
     def __init__(self, path: str, placed: list[Placed], *, stream: torch.Stream | None, room: int) -> None:
@@ -53,19 +53,19 @@ class Staging:
 
     @property
     def done(self) -> bool:
-        """True once the tensors are here, or never will be."""
+        """True once the tensors are staged, or staging has failed."""
         return bool(self.where or self.error)
 
     def _stage(self, memory: mmap.mmap, placed: list[Placed]) -> None:
         try:
-            self.tensors, where = self._brought({each["name"]: _tensor(memory, each) for each in placed})
+            self.tensors, where = self._transferred({each["name"]: _tensor(memory, each) for each in placed})
         except Exception as error:  # noqa: BLE001  returned by asyncflow_staged(), which the engine polls
             self.error = f"{type(error).__name__}: {error}"
         else:
             self.where = where
 
-    def _brought(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-        """Bring ``tensors`` beside the model where there is room for them, else into pinned memory of the host."""
+    def _transferred(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+        """Copy ``tensors`` to the device if there is room, otherwise into pinned memory of the host."""
         if self._stream is None:
             return tensors, "host"
         try:
@@ -75,21 +75,21 @@ class Staging:
                 self._stream.synchronize()
                 return staged, "device"
         except torch.OutOfMemoryError:
-            pass  # another process has taken the memory meanwhile
+            pass  # another process has allocated the memory meanwhile
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}, "host"
 
 
 class Prefills:
-    """Times of those steps of ``runner`` that read prompts, or again what there is of sequences.
+    """Times of the steps of ``runner`` that read prompts, or read partial sequences again.
 
-    A sequence that only waits for such a step is not in it. Steps that follow each other are one time. device: that the
-    steps are computed on; one that is not the CPU reaches them later than it is told to, and says itself when.
+    A sequence that only waits during such a step does not count. Consecutive steps form one time. device: computes the
+    steps; a device other than the CPU runs them asynchronously, so its events measure the times.
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:
         self._device = device
         self._found: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_PREFILLS)
-        self._begun: SimpleQueue[tuple[torch.Event, torch.Event, bool]] = SimpleQueue()
+        self._started: SimpleQueue[tuple[torch.Event, torch.Event, bool]] = SimpleQueue()
         self._follows = False
         self._execute = runner.execute_model
         runner.execute_model = self._timed
@@ -97,7 +97,7 @@ class Prefills:
             threading.Thread(target=self._watch, name="prefills", daemon=True).start()
 
     def take(self) -> list[tuple[float, float]]:
-        """Return begin and end of those that ended since it was asked last, Unix seconds."""
+        """Return begin and end, in Unix seconds, of the times that have ended since the last call."""
         taken: list[tuple[float, float]] = []
         for _ in range(len(self._found)):
             begin, end, follows = self._found.popleft()
@@ -106,29 +106,29 @@ class Prefills:
             taken.append((begin, end))
         return taken
 
-    def _timed(self, scheduled: Any, *given: Any, **more: Any) -> Any:
+    def _timed(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
         follows, self._follows = self._follows, _reads(scheduled)
         if not self._follows:
-            return self._execute(scheduled, *given, **more)
+            return self._execute(scheduled, *arguments, **options)
         if self._device.type == "cpu":
             begin = clock.now()
-            result = self._execute(scheduled, *given, **more)
+            result = self._execute(scheduled, *arguments, **options)
             self._found.append((begin, clock.now(), follows))
             return result
         reached = self._event()
-        result = self._execute(scheduled, *given, **more)
-        self._begun.put((reached, self._event(), follows))
+        result = self._execute(scheduled, *arguments, **options)
+        self._started.put((reached, self._event(), follows))
         return result
 
     def _event(self) -> torch.Event:
-        """Return an event that the device reaches behind all that it was told to do."""
+        """Return an event that the device reaches after all work submitted so far."""
         event = torch.Event(self._device, blocking=True)
         event.record()
         return event
 
     def _watch(self) -> None:
         while True:
-            reached, done, follows = self._begun.get()
+            reached, done, follows = self._started.get()
             reached.synchronize()
             begin = clock.now()
             done.synchronize()
@@ -136,7 +136,7 @@ class Prefills:
 
 
 def _reads(scheduled: Any) -> bool:
-    """Return whether a step reads more of a sequence than the token that was made last, and drafts behind it."""
+    """Return whether a step reads more of a sequence than its last token and the draft tokens after it."""
     drafts = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
     last = len(scheduled.num_scheduled_tokens) + drafts
     return bool(scheduled.scheduled_new_reqs) or scheduled.total_num_scheduled_tokens > last
@@ -152,15 +152,15 @@ class WorkerExtension:
     _asyncflow_prefills: Prefills | None = None
 
     def asyncflow_stage(self, path: str, tensors: list[Placed], share: float) -> dict[str, str]:
-        """Begin to stage ``tensors``, which lie in the file ``path``; returns at once.
+        """Start to stage ``tensors``, which are in the file ``path``, and return immediately.
 
-        share: part of the device's memory that this process may use. Of an engine with several workers each reads its
-        part out of the memory that all of them map, at the swap.
+        share: fraction of the device's memory that this process may use. With several workers per engine, each reads
+        its part from the memory that all of them map, at the swap.
         """
         self._asyncflow_staging = None
         device, room = torch.device(self.device), 0
         if device.type != "cpu" and self.model_runner.parallel_config.world_size == 1:
-            # Streams have memory of their own in torch's allocator, so all versions use one.
+            # Torch's allocator gives every stream its own memory, so all versions share one stream.
             self._asyncflow_stream = self._asyncflow_stream or torch.Stream(device)
             module = torch.get_device_module(device)
             free, total = module.mem_get_info(device)
@@ -169,7 +169,7 @@ class WorkerExtension:
         return {}
 
     def asyncflow_staged(self) -> dict[str, Any]:
-        """Return ``done``, ``where`` the staged tensors are, and the ``error`` that kept them away."""
+        """Return ``done``, ``where`` the staged tensors are, and the ``error`` that prevented staging."""
         staging = self._asyncflow_staging
         if staging is None:
             return {"done": True, "where": "", "error": "nothing was staged"}
@@ -178,7 +178,7 @@ class WorkerExtension:
     def asyncflow_swap(self) -> dict[str, Any]:
         """Load the staged tensors.
 
-        Return ``tokens``, by the ids of the requests that run how many each of them has, None where that is not known.
+        Return ``tokens``: the number of tokens of each running request by id, None if it is not known.
         """
         staging, self._asyncflow_staging = self._asyncflow_staging, None
         assert staging is not None
@@ -189,15 +189,15 @@ class WorkerExtension:
         del staging
         if (device := torch.device(self.device)).type != "cpu":
             torch.accelerator.synchronize(device)
-            torch.get_device_module(device).empty_cache()  # torch.accelerator's refuses NPUs of torch_npu 2.10
+            torch.get_device_module(device).empty_cache()  # torch.accelerator's version fails on NPUs (torch_npu 2.10)
         requests = getattr(self.model_runner, "requests", None)
         counts = None if requests is None else {name: len(each.output_token_ids) for name, each in requests.items()}
         return {"tokens": counts}
 
     def asyncflow_prefills(self) -> dict[str, Any]:
-        """Return ``spans``: begin and end of each time at which prompts were read since it was called last.
+        """Return ``spans``: begin and end of each time at which prompts were read since the last call.
 
-        The first call begins to watch.
+        The first call starts the measurement.
         """
         if self._asyncflow_prefills is None:
             self._asyncflow_prefills = Prefills(self.model_runner, torch.device(self.device))
@@ -207,7 +207,7 @@ class WorkerExtension:
 def _packed_embeddings(model: nn.Module) -> Iterator[nn.Module]:
     """Return the embeddings of which vLLM's CPU kernels hold a packed copy.
 
-    ``reload_weights`` leaves the copy as it was where the output layer is tied to the embedding.
+    ``reload_weights`` does not update the copy if the output layer is tied to the embedding.
     """
     return (layer for layer in model.modules() if hasattr(layer, "cpu_linear") and hasattr(layer, "num_embeddings"))
 
