@@ -222,7 +222,7 @@ async def test_rollouts_of_a_job_that_is_not_staggered_are_granted_none() -> Non
     client = RpcClient(name="r", resolve=await server.start())
     request = module.PermitRequest(worker="rollout-0-a", version=1)
     try:
-        with pytest.raises(Refused, match="change weights when they can"):
+        with pytest.raises(Refused, match="change weights without permits"):
             await client.call("weights.permit", request, module.PermitReply, timeout=5)
     finally:
         await client.close()

@@ -30,7 +30,7 @@ _SEVERAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """A version, or regions of it, held by one worker, and the address where it serves it.
+    """A version, or regions of it, that one worker holds and serves at ``address``.
 
     regions: box of each tensor that is held, None for the whole version.
     node: the worker's node, "" if unknown.
@@ -232,11 +232,9 @@ class Catalogue:
         return record.manifest is not None
 
     def hold(self, version: Version, holding: Holding, *, manifest: Manifest | None = None) -> None:
-        """Record that a worker holds a complete version or regions of it. manifest: required if the version is not yet
-        known.
+        """Record that a worker holds a version or regions of it. manifest: required if the version is not known yet.
 
-        Raises StaleHandle for an unknown version without a manifest, Refused if the manifest contradicts the known
-        content,
+        Raises StaleHandle for an unknown version without a manifest, Refused if the manifest contradicts known content,
         ProtocolError if a region does not lie inside its tensor.
         """
         record = self._records.get(version) or _Record()
@@ -362,7 +360,7 @@ def _apart(layout: str, *, outside: bool) -> str:
 
 
 def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
-    """Add a part; return the manifest if this was the last missing part."""
+    """Add a part; return the manifest if it was the last missing part."""
     known = record.parts.get(part.part)
     where = f"weights {Version.unpack(part.version)}"
     if known is not None and known.tensors != part.tensors:
@@ -376,7 +374,7 @@ def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
 
 
 def _agree(part: ManifestPart, manifest: Manifest) -> None:
-    """Raise Refused unless every slice of the part has the digest that the manifest says."""
+    """Raise Refused unless every slice of the part has the digest that is in the manifest."""
     known = {(entry.name, each.box): each.digest for entry in manifest.tensors for each in entry.slices}
     for entry in part.tensors:
         for each in entry.slices:

@@ -4,7 +4,7 @@ At a small learning rate few elements of a low-precision version differ from the
 unit in the last place, and they are spread over the whole tensor. A difference is encoded as the number of changed
 elements and the number of gap bytes (two uint32, little endian), then three streams:
 
-* gaps: the number of unchanged elements before each changed one (uint8; 255 means 255 elements without a changed one).
+* gaps: the number of unchanged elements before each changed one (uint8; 255: no changed one after 255 elements yet).
 * steps: the change of the element's bits as an integer (int8; -128 means that the third stream has its new value).
 * new values.
 

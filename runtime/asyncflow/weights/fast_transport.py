@@ -1,13 +1,13 @@
-"""Fast transports: regions are requested by calls over TLS, and their bytes travel a faster way without encryption.
+"""Fast transports: regions are requested by calls over TLS, and their bytes travel a faster path without encryption.
 
 ``FastTransport`` is the common part: a pull with a few chunks in flight. A subclass provides a ``Line``, which
-transfers the bytes of one chunk. ``WithHost`` adds the host network as a fallback: regions that the fast way does not
+transfers the bytes of one chunk. ``WithHost`` adds the host network as a fallback: regions that the fast path does not
 deliver correctly and in time are pulled over the host network.
 
-Invariants: the receiver is authenticated by its certificate, and digests travel by calls, never by the fast way. Every
+Invariants: the receiver is authenticated by its certificate, and digests travel by calls, never by the fast path. Every
 chunk has a deadline, and a holder that itself waits for a region replies before that deadline. A failed pull leaves no
-operation that runs longer than the deadline. A failure of the fast way never loses a version, and every pull that had
-to leave the fast way is counted.
+operation that runs longer than the deadline. A failure of the fast path never loses a version, and every pull that had
+to leave the fast path is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from asyncflow.weights.transport import (
     Sink,
     Transport,
     Until,
+    at_once,
     digests_of,
-    no_wait,
 )
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
 
 
 class Line(ABC):
-    """The way by which the bytes of one pull travel from its source."""
+    """The path of the bytes of one pull from its source."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -113,8 +113,8 @@ class FastTransport(CallTransport):
         del device, collective
         return {}
 
-    async def start(self, read: Read, *, until: Until = no_wait) -> str:
-        """Prepare the fast way, then serve the data that ``read`` returns; return the address of the calls."""
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
+        """Prepare the fast path, then serve the data that ``read`` returns; return the address of the calls."""
         await self.prepare()
         return await super().start(read, until=until)
 
@@ -149,7 +149,7 @@ class FastTransport(CallTransport):
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Prepare the fast way. Raises ManifestError if a requirement is not installed."""
+        """Prepare the fast path. Raises ManifestError if a requirement is not installed."""
 
     @abstractmethod
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> Line:
@@ -210,8 +210,8 @@ def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]
 class WithHost(Transport):
     """A fast transport with the host network as its fallback.
 
-    After a failure of the fast way, or wrong bytes, a source is pulled from over the host network for a minute. Pulls
-    of at most ``SMALL`` bytes always use the host network, because setting up a fast way takes longer than they do.
+    After a failure of the fast path, or wrong bytes, a source is pulled from over the host network for a minute. Pulls
+    of at most ``SMALL`` bytes always use the host network, because setting up a fast path takes longer than they do.
     """
 
     def __init__(self, fast: FastTransport, host: HostTransport) -> None:
@@ -221,11 +221,10 @@ class WithHost(Transport):
         self._host = host
         self._doubted: dict[str, float] = {}
 
-    async def start(self, read: Read, *, until: Until = no_wait) -> str:
-        """Serve the data that ``read`` returns over both ways; return both addresses, or one if the fast way has
-        failed.
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
+        """Serve the data that ``read`` returns over both paths; return both addresses, or one if the fast path failed.
 
-        Raises ManifestError if a requirement of the fast way is missing.
+        Raises ManifestError if a requirement of the fast path is missing.
         """
         address = await self._host.start(read, until=until)
         try:
@@ -238,7 +237,7 @@ class WithHost(Transport):
             return address
 
     async def pull(self, pull: Pull, *, sink: Sink) -> None:
-        """Pull by the fast way, and pull the rest over the host network if that fails."""
+        """Pull by the fast path, and pull the rest over the host network if that fails."""
         host, _, fast = pull.source.address.partition(_SEPARATOR)
         if sum(region.nbytes for region in pull.regions) > SMALL:
             if fast and self._doubted.get(pull.source.worker, 0.0) <= clock.now():
@@ -250,7 +249,7 @@ class WithHost(Transport):
         await self._host.pull(_at(host, pull), sink=sink)
 
     async def _fast_first(self, pull: Pull, *, sink: Sink) -> list[Region]:
-        """Pull by the fast way; return the regions that it did not deliver. Raises StaleHandle."""
+        """Pull by the fast path; return the regions that it did not deliver. Raises StaleHandle."""
         delivered: dict[str, list[Box]] = defaultdict(list)
 
         def counting_sink(region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
@@ -280,7 +279,7 @@ class WithHost(Transport):
         self._doubted[worker] = now + _DOUBT_S
 
     async def close(self) -> None:
-        """Stop serving over both ways; pulls in progress raise PeerLost."""
+        """Stop serving over both paths; pulls in progress raise PeerLost."""
         await self._fast.close()
         await self._host.close()
 

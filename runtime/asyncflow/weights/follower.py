@@ -47,8 +47,7 @@ _WATCH_S: Final = 3600.0
 class Follower:
     """A follower of the driver or publisher at ``driver``; an asynchronous iterator of versions and tensors.
 
-    transport: owned by this follower; http: address of its metrics, "" if it serves none; node: its node, "" if
-    unknown.
+    transport: owned by this follower; http: address of its metrics, "" for none; node: its node, "" if unknown.
     status: returns the report for heartbeats, by default the receiver's; layout: the needed box of each tensor.
     on_transfer: called with the record of every finished transfer; sync: the WeightSync of its fleet, None for none.
     receiver: holds the versions; permits: permits of its fleet, None if it changes weights without permits.

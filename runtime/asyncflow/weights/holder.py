@@ -159,7 +159,7 @@ class Holder:
     async def publish(self, version: Version, arena: Arena, part: ManifestPart, *, timeout: float) -> bool:
         """Hold and announce this worker's part of a version; return whether the version is now complete.
 
-        Raises Fenced or Refused, with no change made. Raises DeadlineExceeded if the driver cannot be reached; the
+        Raises Fenced or Refused, and then changes nothing. Raises DeadlineExceeded if the driver cannot be reached; the
         version is then held, and announced as soon as the driver can be reached.
         """
         before = self.copies.get(version)

@@ -128,8 +128,7 @@ class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``weights.fetch``: the frames of the first regions; regions that the holder does not have yet are left
-    out.
+    """Reply to ``weights.fetch``: the frames of the first regions, up to one that the holder does not have yet.
 
     deltas: indices of the frames that are differences from the base; waited: whether the holder had to wait.
     """
@@ -197,8 +196,8 @@ class HostTransport(CallTransport):
             try:
                 while left or in_flight:
                     while left and len(in_flight) < self._window:
-                        asked = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
-                        in_flight.add(loop.create_task(self._ask(client, asked)))
+                        chunk_request = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
+                        in_flight.add(loop.create_task(self._ask(client, chunk_request)))
                     patience = pace.patience
                     done, in_flight = await asyncio.wait(
                         in_flight, timeout=patience, return_when=asyncio.FIRST_COMPLETED
@@ -291,12 +290,12 @@ class HostTransport(CallTransport):
         """Return the differences of regions from their base, by index, if the base is held and they are shorter."""
         assert self._read is not None
         assert request.base is not None
-        asked = list(zip(request.regions, data, strict=False))
+        pairs = list(zip(request.regions, data, strict=False))
         try:
-            base = [self._read(Version.unpack(request.base), each.tensor, each.box) for each, _ in asked]
+            base = [self._read(Version.unpack(request.base), each.tensor, each.box) for each, _ in pairs]
         except StaleHandle:
             return {}
-        itemsizes = [new.nbytes // max(1, each.box.volume) for each, new in asked]
+        itemsizes = [new.nbytes // max(1, each.box.volume) for each, new in pairs]
         return await asyncio.to_thread(_compare, base, data, itemsizes)
 
 

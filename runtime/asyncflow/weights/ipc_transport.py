@@ -30,8 +30,8 @@ from asyncflow.weights.placed_transport import Block, PlacedLine, PlacedTranspor
 _log = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_ASKED = struct.Struct("!Q")
-_GIVEN, _UNKNOWN = b"+", b"-"
+_REQUEST = struct.Struct("!Q")
+_GRANTED, _UNKNOWN = b"+", b"-"
 _ANSWER_S = 2.0
 _MOST = 64
 """Most simultaneous peers."""
@@ -104,14 +104,14 @@ class IpcTransport(PlacedTransport):
             if not is_same_user(peer):
                 return
             async with asyncio.timeout(_ANSWER_S):
-                asked = await asyncio.get_running_loop().sock_recv(peer, _ASKED.size)
-            block = self.pool.blocks.get(_ASKED.unpack(asked)[0]) if len(asked) == _ASKED.size else None
+                request = await asyncio.get_running_loop().sock_recv(peer, _REQUEST.size)
+            block = self.pool.blocks.get(_REQUEST.unpack(request)[0]) if len(request) == _REQUEST.size else None
             if block is None:
                 peer.send(_UNKNOWN)
                 return
             reading = os.open(f"/proc/self/fd/{block.file}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                socket.send_fds(peer, [_GIVEN], [reading])
+                socket.send_fds(peer, [_GRANTED], [reading])
             finally:
                 os.close(reading)
 
@@ -126,11 +126,11 @@ async def _mapped(door: str, block: int) -> memoryview:
                 await loop.sock_connect(peer, _name(door))
                 if not is_same_user(peer):
                     raise PeerLost("the source runs as another user", where=door)
-                await loop.sock_sendall(peer, _ASKED.pack(block))
+                await loop.sock_sendall(peer, _REQUEST.pack(block))
                 answer, file = await _received(loop, peer)
         except (OSError, TimeoutError) as error:
             raise PeerLost(f"the source is not on this host, or does not reply: {error!r}", where=door) from error
-    if answer != _GIVEN or file is None:
+    if answer != _GRANTED or file is None:
         raise PeerLost("the source refuses access to its memory", where=door)
     try:
         if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -150,7 +150,7 @@ async def _received(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tup
         await ready.wait()
     finally:
         loop.remove_reader(peer)
-    answer, files, _, _ = socket.recv_fds(peer, len(_GIVEN), 1, socket.MSG_CMSG_CLOEXEC)
+    answer, files, _, _ = socket.recv_fds(peer, len(_GRANTED), 1, socket.MSG_CMSG_CLOEXEC)
     return answer, files[0] if files else None
 
 

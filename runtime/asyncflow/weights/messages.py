@@ -23,8 +23,7 @@ WHOLE = ""
 class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One version of which all parts were published.
 
-    digest: of its manifest; nbytes: size of its encoded manifest; available: whether its holders together have every
-    byte.
+    digest: of its manifest; nbytes: of its encoded manifest; available: whether its holders together have every byte.
     """
 
     version: int

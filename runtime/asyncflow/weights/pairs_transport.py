@@ -76,9 +76,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class _Serving:
-    """A pair of this holder. making: the creation of the group; turn: serialises chunks; idle: timer that ends the
-    pair.
-    """
+    """A pair of this holder. making: creates the group; turn: serialises chunks; idle: timer that ends the pair."""
 
     making: asyncio.Future[Any]
     idle: asyncio.TimerHandle
@@ -155,7 +153,7 @@ class PairsTransport(FastTransport):
             return self._torch.TorchPair(
                 host=reply.host,
                 port=reply.port,
-                here=self._host,
+                local_host=self._host,
                 prefix=reply.prefix,
                 collective=reply.collective,
                 device=self._device,

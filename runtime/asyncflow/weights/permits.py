@@ -146,7 +146,7 @@ class PermitService:
             group.stagger = request.stagger
             return group
         if self._rollouts is None:
-            raise Refused("this job's rollouts change weights when they can", where=f"permit of {request.worker}")
+            raise Refused("this job's rollouts change weights without permits", where=f"permit of {request.worker}")
         return self._rollouts
 
     async def _permit(self, request: PermitRequest, _frames: Sequence[memoryview]) -> PermitReply:

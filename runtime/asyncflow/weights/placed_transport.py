@@ -169,9 +169,7 @@ class PlacedTransport(FastTransport):
     def _placed(
         self, data: list[memoryview], checked: bool
     ) -> tuple[tuple[Pointer, ...], list[memoryview], tuple[str, ...]]:
-        """Return the pool locations of the data, views that keep it, and its digests; data outside the pool is copied
-        in.
-        """
+        """Return the pool locations of data, views that keep it, and digests; data outside the pool is copied in."""
         found = [self.pool.find(part) for part in data]
         loose = [part for part, pointer in zip(data, found, strict=True) if pointer is None]
         views = [part for part, pointer in zip(data, found, strict=True) if pointer is not None]

@@ -79,7 +79,7 @@ class WeightReceiver:
         self._layout = layout
         self._layout_key = WHOLE if layout is whole else None
         self._on_transfer = on_transfer
-        self._asked: Counter[int] = Counter()
+        self._requested: Counter[int] = Counter()
         self._current: Version | None = None
         self._transfer: Transfer | None = None
         self._base: Version | None = None
@@ -187,12 +187,12 @@ class WeightReceiver:
     @contextlib.contextmanager
     def keeping(self, step: int) -> Iterator[None]:
         """Keep the held version of ``step`` inside the context, even if newer versions arrive."""
-        self._asked[step] += 1
+        self._requested[step] += 1
         try:
             yield
         finally:
-            self._asked[step] -= 1
-            self._asked += Counter()
+            self._requested[step] -= 1
+            self._requested += Counter()
 
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
         """Wait until ``predicate`` on the state of this receiver is true.
@@ -206,8 +206,8 @@ class WeightReceiver:
         return max((version for version in self._holder.copies if version.step == step), default=None)
 
     def _in_use(self) -> set[Version]:
-        asked = {self._held(step) for step in self._asked}
-        return {version for version in (self._current, self.staged, self._base, *asked) if version is not None}
+        requested = {self._held(step) for step in self._requested}
+        return {version for version in (self._current, self.staged, self._base, *requested) if version is not None}
 
     async def _run(self) -> None:
         unfinished: Version | None = None
@@ -222,7 +222,7 @@ class WeightReceiver:
                     self.view,
                     held=self._holder.copies,
                     unfinished=unfinished,
-                    asked=list(self._asked),
+                    asked=list(self._requested),
                     wanted=self._want(self.view),
                 )
                 if target is not None and target != unfinished:
@@ -307,10 +307,10 @@ class WeightReceiver:
             source = located.peers
             found = located.manifest or await self._manifest_of(version, source, silent=silent)
         if found is None:
-            asked = Locate(
+            request = Locate(
                 worker=self._holder.worker, address=self._holder.address, version=version.packed, layout=None
             )
-            found, source = (await self._call(asked)).manifest, ()
+            found, source = (await self._call(request)).manifest, ()
         if found is None:
             raise ProtocolError(f"the catalogue sent no manifest of {version}", where="weights")
         return _checked(found, version), source

@@ -1,5 +1,4 @@
-"""The publishing side: a trainer rank copies its slices of a new version, computes digests of the copy, and announces
-it.
+"""The publishing side: a trainer rank copies its slices of a new version, and digests and announces the copy.
 
 Invariants: after ``copy`` has returned, the trainer may change its tensors. A published version never changes, and is
 served until the catalogue releases it. The sender never waits for a pull. A large tensor is published in several

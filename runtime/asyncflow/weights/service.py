@@ -124,7 +124,7 @@ class CatalogueService:
         version = Version.unpack(request.version)
         manifest = self.catalogue.manifest(version)
         if self._directory.member(request.worker) is None:
-            raise StaleHandle(f"{request.worker} is no member now", where="weights catalogue")
+            raise StaleHandle(f"{request.worker} is not registered", where="weights catalogue")
         if request.layout is None:
             return Located(peers=(), manifest=manifest)
         outside = _follows(request.worker)
@@ -167,7 +167,9 @@ class CatalogueService:
     def _check_member(self, worker: str) -> None:
         """Raise PeerLost if ``worker`` is not registered, for example after a driver restart."""
         if self._directory.member(worker) is None:
-            raise PeerLost(f"{worker} is no member now", where="weights catalogue", hint="It registers again by itself")
+            raise PeerLost(
+                f"{worker} is not registered", where="weights catalogue", hint="It registers again automatically"
+            )
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -31,7 +31,7 @@ ROOTS = 2
 FANOUT = 2
 _DETOUR = 2
 LOYAL = 3
-"""How often a receiver must find its source, on its own node, slower than one placed later before it changes it."""
+"""Number of times that a receiver's source on its own node is found slower before the receiver leaves it."""
 
 
 @dataclass(kw_only=True)
@@ -106,7 +106,7 @@ class Spread:
         has the whole version and the source does not. In the last case a better source is used immediately, but a
         source on the receiver's own node is replaced by one on another node only after ``LOYAL`` such findings.
         """
-        for worker in [worker for worker, of in self._doubted.items() if of != version]:
+        for worker in [worker for worker, doubted in self._doubted.items() if doubted != version]:
             self.clear_doubt(worker)
         for worker in failed:
             if worker in self._receivers:

@@ -46,8 +46,8 @@ def listen(host: str) -> tuple[socket.socket, int]:
 class TorchPair:
     """One side of a pair: rank 0, which provides the ``listener`` of the store, or rank 1.
 
-    host, port: address of the store; here: this process's own host; prefix: of the store's keys, equal on both sides;
-    collective: the back end; device: torch's name of the device, for back ends that do not send host memory.
+    host, port: address of the store; local_host: address of this process; prefix: of the store's keys, equal on both
+    sides; collective: the back end; device: torch's name of the device, for back ends that do not send host memory.
     Raises RuntimeError if the other side does not connect in time.
     """
 
@@ -56,7 +56,7 @@ class TorchPair:
         *,
         host: str,
         port: int,
-        here: str,
+        local_host: str,
         prefix: str,
         collective: str,
         device: str,
@@ -72,7 +72,7 @@ class TorchPair:
         self._device = torch.device("cpu" if collective == GLOO else device)
         self._deadline_s = deadline_s
         store = dist.PrefixStore(prefix, self._store)
-        self._group = _group(collective, store, self.rank, here=here, timeout=timeout)
+        self._group = _group(collective, store, self.rank, local_host=local_host, timeout=timeout)
         self._tag = 0
 
     def send(self, parts: Sequence[memoryview]) -> None:
@@ -112,11 +112,11 @@ class TorchPair:
         work.wait()
 
 
-def _group(collective: str, store: Any, rank: int, *, here: str, timeout: timedelta) -> Any:
+def _group(collective: str, store: Any, rank: int, *, local_host: str, timeout: timedelta) -> Any:
     """Create a group that is not registered with torch.distributed."""
     if collective == GLOO:
         options: Any = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the other constructor takes no address
-        device = dist.ProcessGroupGloo.create_device(hostname=here)
+        device = dist.ProcessGroupGloo.create_device(hostname=local_host)
         for name, value in {"_devices": [device], "_timeout": timeout, "_threads": 1}.items():
             setattr(options, name, value)
         return dist.ProcessGroupGloo(store, rank, _MEMBERS, options)

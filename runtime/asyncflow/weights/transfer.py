@@ -61,8 +61,8 @@ class TransferRecord:
     started, finished: times by ``clock.now``; nbytes: needed bytes of the version; sent: bytes that travelled for them.
     holders: bytes received from each worker, as content, not as sent.
     reused: bytes of slices that were copied from a version held before, because they had not changed.
-    faults: number of failures, stalls and wrong bytes of peers; fallbacks: pulls that used another way than the
-    intended one, because that way failed.
+    faults: number of failures, stalls and wrong bytes of peers; fallbacks: pulls that used another path than the
+    intended one, because the intended one failed.
     """
 
     version: Version
@@ -80,8 +80,7 @@ class TransferRecord:
 class _Portion:
     """Part of a tensor that lies inside one published slice.
 
-    place: array that receives it; digest: published digest, "" unless it is the whole slice; left: boxes that are
-    missing.
+    place: array that receives it; digest: published digest, "" unless it is the whole slice; left: missing boxes.
     checked: whether its digest was compared; whole: whether its bytes must be sent in full, not as a difference.
     givers: workers that sent parts of it.
     """
@@ -99,8 +98,7 @@ class _Portion:
 class Transfer:
     """Fills ``arena`` with its boxes of the version of ``manifest``.
 
-    receiver: this worker's id; peers: the first sources; sources: returns the current sources, given the failed
-    workers.
+    receiver: this worker's id; peers: the first sources; sources: returns current sources, given failed workers.
     changed: returns the event that is set when the catalogue changes; known: available slices by digest.
     review_s: interval of requests for a better source while the current one is itself still receiving.
     base: a version whose same boxes are held here during the transfer, None for none; executor: computes digests.

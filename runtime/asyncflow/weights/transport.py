@@ -1,7 +1,7 @@
 """Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
 A transport may need versions in its own kind of memory, which peers reach without a socket; ``allocate`` returns such
-memory. The receiver reports wrong bytes by ``doubt``, after which the transport may use another way.
+memory. The receiver reports wrong bytes by ``doubt``, after which the transport may use another path.
 
 Invariants: ``pull`` passes every region at most once to the sink. If it raises, the regions already passed remain
 valid, and the caller requests only the rest from another peer. A slow peer is waited for; a peer without progress is
@@ -49,7 +49,7 @@ class Sink(Protocol):
         """Accept ``data``. sent: number of bytes that travelled for it, None if equal to its size."""
 
 
-async def no_wait(version: Version, regions: Sequence[Region]) -> None:
+async def at_once(version: Version, regions: Sequence[Region]) -> None:
     """Return immediately: the ``Until`` of a worker that serves only complete versions."""
 
 
@@ -97,7 +97,7 @@ class Transport(ABC):
     """Moves weights between the host memories of workers. One object serves a worker's versions and pulls from peers.
 
     allocate: returns the memory for versions; may be called after ``start``, in any thread. fallbacks: number of pulls
-    that used another way than the intended one, because that way failed.
+    that used another path than the intended one, because the intended one failed.
     """
 
     allocate: Allocate = staticmethod(anonymous)
@@ -113,11 +113,11 @@ class Transport(ABC):
     def check(cls) -> None:
         """Raise ManifestError if this machine lacks a requirement of the transport. Does not import torch."""
 
-    def doubt(self, worker: str) -> None:  # noqa: B027 - most transports have one way only
+    def doubt(self, worker: str) -> None:  # noqa: B027 - most transports have one path only
         """Record that bytes received from ``worker`` did not match their published digest."""
 
     @abstractmethod
-    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Serve the data that ``read`` returns, in the running event loop; return the address for ``pull``.
 
         A transport that can let a peer wait awaits ``until`` before it reads. Other transports refuse missing data.
@@ -155,9 +155,9 @@ class CallTransport(Transport):
         self._clients: set[RpcClient] = set()
         self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
         self._read: Read | None = None
-        self._until: Until = no_wait
+        self._until: Until = at_once
 
-    async def start(self, read: Read, *, until: Until = no_wait) -> str:
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Serve the data that ``read`` returns; return the address."""
         self._read = read
         self._until = until
