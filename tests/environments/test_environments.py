@@ -20,7 +20,7 @@ from asyncflow.data.base import Message
 from asyncflow.environments.calculator import answer as calculator
 from asyncflow.environments.functions import check, load
 from asyncflow.environments.pool import EnvironmentAnswer, open_environment
-from asyncflow.environments.service import beside
+from asyncflow.environments.service import pools_by_socket
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.service import open_rewards
 from asyncflow.rewards.wire import Example
@@ -113,10 +113,10 @@ def test_beside_a_rollout_nothing_is_scored_where_the_reward_is_a_role(tmp_path:
     (tmp_path / "reward.yaml").write_text("{function: task, role: {}}")
     (tmp_path / "environment.yaml").write_text("function: calculator")
     reward, environment, socket = (tmp_path / name for name in ("reward.yaml", "environment.yaml", "socket"))
-    assert [*beside(reward, environment, path=socket)] == [tmp_path / "environment"]
-    assert [*beside(reward, None, path=socket)] == [socket], "as in the pods of that role"
+    assert [*pools_by_socket(reward, environment, path=socket)] == [tmp_path / "environment"]
+    assert [*pools_by_socket(reward, None, path=socket)] == [socket], "as in the pods of that role"
     reward.write_text("function: task")
-    assert [*beside(reward, environment, path=socket)] == [socket, tmp_path / "environment"]
+    assert [*pools_by_socket(reward, environment, path=socket)] == [socket, tmp_path / "environment"]
 
 
 @pytest.mark.parametrize(

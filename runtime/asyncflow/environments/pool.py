@@ -113,8 +113,7 @@ def environment_process(spec: EnvironmentSpec, reward: RewardSpec, *, workdir: P
 def open_environment(
     spec: EnvironmentSpec, reward: RewardSpec, *, workdir: Path, run: Path, within_s: float
 ) -> EnvironmentRunner:
-    """Return the environment of a manifest, not started: in this process's children, or at the rewards' server if one
-    runs.
+    """Return the environment of a manifest, not started: in child processes, or at the rewards' server if there is one.
 
     workdir: the job's folder; run: the folder of the run; within_s: how long that server may take until it listens.
     """
@@ -122,9 +121,11 @@ def open_environment(
     if path is None:
         return EnvironmentRunner(EnvironmentPool(spec, reward, workdir=workdir, run=run))
     silence_s = silence_of(reward, timeout_s=spec.timeout_seconds)
-    return EnvironmentRunner(RewardClient(socket_beside(Path(path)), start_timeout_s=within_s, silence_s=silence_s))
+    return EnvironmentRunner(
+        RewardClient(environment_socket(Path(path)), start_timeout_s=within_s, silence_s=silence_s)
+    )
 
 
-def socket_beside(rewards: Path) -> Path:
+def environment_socket(rewards: Path) -> Path:
     """Return the socket at which turns are answered, if rewards are scored at the socket ``rewards``."""
     return rewards.with_name(Path(ENVIRONMENT_SOCKET).name)

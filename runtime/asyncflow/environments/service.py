@@ -9,17 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncflow.api.load import load_environment, load_reward
-from asyncflow.environments.pool import EnvironmentPool, socket_beside
+from asyncflow.environments.pool import EnvironmentPool, environment_socket
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.service import Rewards, serve
 
 
 def serve_beside(reward: Path, environment: Path | None, *, path: Path) -> None:
-    """Serve the pools that ``beside`` returns until SIGTERM or SIGINT. Raises the same errors."""
-    serve(beside(reward, environment, path=path))
+    """Serve the pools that ``pools_by_socket`` returns until SIGTERM or SIGINT. Raises the same errors."""
+    serve(pools_by_socket(reward, environment, path=path))
 
 
-def beside(reward: Path, environment: Path | None, *, path: Path) -> dict[Path, Rewards]:
+def pools_by_socket(reward: Path, environment: Path | None, *, path: Path) -> dict[Path, Rewards]:
     """Return the scorer at the Unix socket ``path`` and the environment at the socket next to it, by socket.
 
     reward, environment: files that contain these sections of a job. With an environment, there is no scorer if the
@@ -30,5 +30,5 @@ def beside(reward: Path, environment: Path | None, *, path: Path) -> dict[Path, 
     if spec.role is None or environment is None:
         scorers[path] = WeightedRewards.of(spec, workdir=folder)
     if environment is not None:
-        scorers[socket_beside(path)] = EnvironmentPool(load_environment(environment), spec, workdir=folder)
+        scorers[environment_socket(path)] = EnvironmentPool(load_environment(environment), spec, workdir=folder)
     return scorers
