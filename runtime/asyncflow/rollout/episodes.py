@@ -26,7 +26,7 @@ from asyncflow.rollout.job import Job
 class Episodes:
     """Generates the responses of one instance.
 
-    environment: None if responses have one turn; max_turns: most turns of the model; stop_ids: the ids that end a turn.
+    environment: None if responses have one turn; max_turns: of the model; stop_ids: the ids that end a turn.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ END_S = 1.0
 SMALL = 128 << 10
 """Pulls of at most this many bytes use the host network."""
 MOST_REGIONS = 256
-"""Most regions of one chunk. Mooncake stops permanently if more than about 2,000 are in flight to one peer."""
+"""Maximum number of regions of one chunk. Mooncake stops permanently with more than about 2,000 to one peer."""
 _MOST_BYTES = 64 << 20
 _WINDOW = 2
 _DOUBT_S = 60.0

@@ -54,7 +54,7 @@ _STARVED = 4.0
 class Pace:
     """The pace of one pull, with ``window`` requests in flight of at most ``most`` bytes each, started at time ``now``.
 
-    patience_s: the least patience, used until the first data has arrived.
+    patience_s: the minimum patience, used until the first data has arrived.
     """
 
     def __init__(self, *, most: int, window: int, patience_s: float, now: float) -> None:
@@ -154,7 +154,7 @@ class HostTransport(CallTransport):
     chunk_bytes: largest reply; window: replies in flight per pull.
     patience_s: a peer that sends nothing for this time (longer on a link measured to be slow) counts as stalled.
     delta: whether to send and request differences from a version that both sides hold, if these are shorter.
-    bandwidth: most bytes a second that are sent to all peers together; options: as in ``CallTransport``.
+    bandwidth: maximum bytes a second sent to all peers together; options: as in ``CallTransport``.
     Raises ManifestError if the bandwidth is so small that peers would consider this worker stalled.
     """
 

@@ -34,7 +34,7 @@ _REQUEST = struct.Struct("!Q")
 _GRANTED, _UNKNOWN = b"+", b"-"
 _ANSWER_S = 2.0
 _MOST = 64
-"""Most simultaneous peers."""
+"""Maximum number of simultaneous peers."""
 
 
 class IpcTransport(PlacedTransport):

@@ -39,8 +39,7 @@ _NO_REPLY_S = (60.0, 300.0)
 class PermitRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.permit``. version: packed, of the weights that the worker has loaded.
 
-    For a follower, fleet: name of its WeightSync; stagger: most followers that change weights at the same time, as the
-    WeightSync says.
+    For a follower, fleet: name of its WeightSync; stagger: the WeightSync's limit of simultaneous weight changes.
     """
 
     worker: str
@@ -73,7 +72,7 @@ class _Group:
     """Workers that share permits.
 
     supply: returns the current figures of the job, None for a fleet; members: workers that have requested a permit and
-    have not left; stagger: for a fleet, most workers that change weights at the same time.
+    have not left; stagger: for a fleet, limit of simultaneous weight changes.
     """
 
     def __init__(self, permits: Permits, *, supply: Callable[[], Supply] | None = None) -> None:
@@ -177,8 +176,8 @@ class SwapPermits:
     """Client of the permit service for one worker.
 
     membership: provides the client to the driver or to the publisher; worker: the worker's id.
-    For a follower, fleet: name of its WeightSync; stagger: most followers that change weights at the same time, as the
-    WeightSync says. waiting: whether the worker is waiting for a permit.
+    For a follower, fleet: name of its WeightSync; stagger: the WeightSync's limit of simultaneous weight changes.
+    waiting: whether the worker is waiting for a permit.
     """
 
     def __init__(self, *, membership: Membership, worker: str, fleet: str = "", stagger: int | None = None) -> None:

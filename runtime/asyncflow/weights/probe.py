@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncflow.weights.slices import AnyArray
 
 TOKENS = 32
-"""Most tokens of a probe."""
+"""Maximum number of tokens of a probe."""
 _DISTINCT = 4.0
 """Factor by which a change of the weights must exceed rounding for the previous version to be detected."""
 _IDS = "asyncflow.probe.ids"
@@ -69,7 +69,7 @@ def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 
 def probe_ids(*, vocabulary: int, most: int) -> NDArray[np.int32]:
-    """Return the ids of a probe for a model with a vocabulary and ``most`` positions: always the same ones."""
+    """Return the ids of a probe, always the same ones. vocabulary, most: tokens and positions that the model has."""
     return np.random.default_rng(0).integers(vocabulary, size=min(TOKENS, most), dtype=np.int32)
 
 

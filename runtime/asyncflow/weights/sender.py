@@ -24,7 +24,7 @@ from asyncflow.weights.transport import Transport
 
 _SLICE_BYTES = 1 << 20
 _MOST_SLICES = 16
-"""Most slices per box: few, because manifests list all slices; several, because only a whole slice can be served."""
+"""Maximum number of slices per box: low because manifests list them all, not 1 because only whole slices are served."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ REVIEW_S = 5.0
 """Seconds after which a receiver requests a better source than one that is itself still receiving."""
 _ASK_S = 0.5
 _SMALL = 64 * 1024
-"""Most bytes of a portion whose digest is computed in the event loop: a switch to another thread would take longer."""
+"""Maximum size of a portion whose digest is computed in the event loop: another thread would take longer."""
 
 Plan = Mapping[tuple[str, bool, Version | None], list[Region]]
 """The regions to pull, by worker of the peer, whether it sends digests, and the base of differences."""

@@ -176,8 +176,9 @@ AttentionInterface.register(ATTENTION, slot_attention)
 class CausalModel:
     """One model in one dtype, on the CPU.
 
-    folder: contains ``config.json``; longest: most tokens of a sequence. Raises ManifestError for an invalid folder or
-    dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
+    folder: contains ``config.json``; longest: length of the longest sequence. Raises ManifestError for an invalid
+    folder
+    or dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
     """
 
     def __init__(self, folder: Path, *, dtype: str, longest: int) -> None:

@@ -63,7 +63,7 @@ _CPU = {
 _CPU_BLOCK = 128
 """Tokens per block of vLLM's cache on a CPU."""
 _CPU_STEP = 4096
-"""Most tokens of one engine step on a CPU, unless a single sequence has more."""
+"""Maximum number of tokens of one engine step on a CPU, unless a single sequence has more."""
 _USABLE = 0.9
 """Fraction of its share of a device that an engine uses; the rest is for the next weights."""
 _ID = re.compile("[0-9a-f]{32}")

@@ -33,7 +33,7 @@ _SPARE = 1 << 30
 _MOST_PREFILLS = 4096
 """Number of times, the newest, that are kept until they are fetched."""
 _NEXT_S = 0.02
-"""Most seconds between two consecutive steps: the time for sampling and scheduling."""
+"""Maximum seconds between two consecutive steps: the time for sampling and scheduling."""
 
 
 class Staging:
