@@ -18,7 +18,7 @@ from weights_world import bulk
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.slices import Box
-from asyncflow.weights.spread import FANOUT, LOYAL, ROOTS, Spread
+from asyncflow.weights.spread import FANOUT, MOST_OVERTAKEN, ROOTS, Spread
 
 SOON = 40.0
 PATIENCE = 5
@@ -246,7 +246,7 @@ def test_those_below_a_slow_receiver_leave_it_for_others_that_are_done(seed, on_
     slow = {f"r{index}" for index in random.Random(seed).sample(range(60), 2)}
     swarm = Swarm(60, seed=seed, on_node=on_node, slow=slow)
     swarm.run()
-    stays = LOYAL * REVIEW if on_node else 0
+    stays = MOST_OVERTAKEN * REVIEW if on_node else 0
     assert max(swarm.finished.values()) <= 2 * max(even.finished.values()) + 3 * REVIEW + stays
     assert swarm.egress[None] <= ROOTS * swarm.portions
 
@@ -291,15 +291,17 @@ def test_a_source_far_away_is_left_for_one_on_the_node_as_soon_as_that_has_the_w
 
 def test_a_source_on_the_node_is_left_for_one_far_away_only_where_it_is_slower_than_others(crossing):
     assert crossing.place("first", layout="", node="here", whole={"q"}) == "q"
-    assert {crossing.place("second", layout="", node="here", whole={"q"}) for _ in range(2 * LOYAL)} == {"first"}
+    assert {crossing.place("second", layout="", node="here", whole={"q"}) for _ in range(2 * MOST_OVERTAKEN)} == {
+        "first"
+    }
     crossing.place("later", layout="", node="there")
-    asked = [crossing.place("second", layout="", node="here", whole={"later"}) for _ in range(LOYAL)]
-    assert asked == ["first"] * (LOYAL - 1) + ["later"]
+    asked = [crossing.place("second", layout="", node="here", whole={"later"}) for _ in range(MOST_OVERTAKEN)]
+    assert asked == ["first"] * (MOST_OVERTAKEN - 1) + ["later"]
 
 
 def test_that_a_source_was_slow_is_forgotten_with_the_version(crossing):
     crossing.place("later", layout="", node="there")
-    for version in range(2 * LOYAL):
+    for version in range(2 * MOST_OVERTAKEN):
         source = crossing.place("second", layout="", node="here", version=version, whole={"later"})
         assert source == "first"
 

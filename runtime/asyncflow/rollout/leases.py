@@ -116,7 +116,7 @@ class Claimer:
         claim = asyncio.create_task(self._take(ask, ticket))
         claim.add_done_callback(lambda _: self.changed.set())
         try:
-            await self._outlive(claim, ask)
+            await self._watch_claim(claim, ask)
             if not claim.done():
                 await self._queue.withdraw(ticket, partition=self._partition, task=_TASK, timeout=_WITHDRAW_S)
                 await asyncio.wait((claim,), timeout=_WITHDRAW_S)
@@ -145,7 +145,7 @@ class Claimer:
         elif claimed.ended:
             await asyncio.sleep(ENDED_S)
 
-    async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
+    async def _watch_claim(self, claim: asyncio.Task[None], ask: Ask) -> None:
         """Wait until ``claim`` is done or its request is outdated; call ``parked`` once if it waits."""
         until: float | None = asyncio.get_running_loop().time() + PARKED_S
         while not claim.done():

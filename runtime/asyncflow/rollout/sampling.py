@@ -22,7 +22,7 @@ _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-def _mixed(word: int) -> int:
+def _finalize(word: int) -> int:
     """Return SplitMix64's finalizer applied to one 64-bit word."""
     word &= _MASK
     word = (word ^ word >> 30) * _FIRST & _MASK
@@ -32,15 +32,15 @@ def _mixed(word: int) -> int:
 
 def stream(*, seed: int, key: SampleKey) -> int:
     """Return the generator state (uint64) of sample ``key`` under ``seed``."""
-    state = _mixed(seed + _GOLDEN)
+    state = _finalize(seed + _GOLDEN)
     for part in key:
-        state = _mixed(state * _FIRST + part + _GOLDEN)
+        state = _finalize(state * _FIRST + part + _GOLDEN)
     return state
 
 
 def purpose_seed(seed: int, purpose: str) -> int:
     """Return the seed of samples made for ``purpose``; ``train`` uses ``seed`` itself, other purposes a derived one."""
-    return seed if purpose == "train" else _mixed(seed ^ zlib.crc32(purpose.encode()) << 32)
+    return seed if purpose == "train" else _finalize(seed ^ zlib.crc32(purpose.encode()) << 32)
 
 
 def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -59,4 +59,4 @@ def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
 
 def uniform(state: int, position: int) -> float:
     """Return ``uniforms`` of one generator at one position."""
-    return (_mixed(state + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+    return (_finalize(state + (position + 1) * _GOLDEN) >> 11) * 2.0**-53

@@ -245,7 +245,7 @@ class RolloutWorker:
         self._settings = settings
         self._permits = permits
         self._loading: Version | None = None
-        self._looked = asyncio.Event()
+        self._updated = asyncio.Event()
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -335,7 +335,7 @@ class RolloutWorker:
         """Start sequences and swap weights, whenever anything has changed."""
         while True:
             self._changed.clear()
-            self._look()
+            self._update()
             for work in self._instance.admit():
                 assert isinstance(work.id, Job)
                 work.id.task = self._spawn(self._sample(work.id))
@@ -370,7 +370,7 @@ class RolloutWorker:
             return "reward"
         return "delivery" if len(self._in_flight) else "claim"
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Pass the available versions to the instance, and notify the receiver and the claimers of changes."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
@@ -380,24 +380,24 @@ class RolloutWorker:
             receiver.notify()
         for claimer in self._claimers:
             claimer.changed.set()
-        self._looked.set()
+        self._updated.set()
 
     async def _take_permits(self, permits: SwapPermits) -> None:
         """Take a permit to change weights whenever the instance wants one; it may no longer need it when granted."""
         instance = self._instance
         while True:
-            await self._until(lambda: instance.wants_permit)
+            await self._wait_until(lambda: instance.wants_permit)
             assert instance.current is not None
             async with permits.permit(instance.current):
                 if instance.wants_permit:
                     instance.take_permit()
                     self._changed.set()
-                    await self._until(lambda: not instance.has_permit)
+                    await self._wait_until(lambda: not instance.has_permit)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._looked.clear()
-            await self._looked.wait()
+            self._updated.clear()
+            await self._updated.wait()
 
     async def _swap(self, step: int, *, idle: bool) -> None:
         """Load the weights of ``step``; give back rows that need a version that cannot be fetched.
@@ -455,7 +455,7 @@ class RolloutWorker:
         finally:
             self._instance.release(job)
             self._changed.set()
-        await self._until(lambda: self._loading is None or self._leaving.is_set())
+        await self._wait_until(lambda: self._loading is None or self._leaving.is_set())
         completion = self._trusted(completion)
         self.meter.generated(completion, begun=request.begun)
         if completion.finish == "aborted":
@@ -491,7 +491,7 @@ class RolloutWorker:
         """End all tasks within ``drain_s``: give back rows not started, hand on running ones, deliver the rest."""
         self._instance.drain()
         self.loader.close()
-        self._looked.set()
+        self._updated.set()
         samples = {job.task for job in self._in_flight if job.task is not None}
         for task in self._tasks - samples:
             task.cancel()

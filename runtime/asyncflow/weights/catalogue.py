@@ -62,7 +62,7 @@ class _Record:
 
     def settle(self) -> None:
         """Recompute whether the holders together have every byte."""
-        self.available = self.manifest is not None and _cover(self.manifest, self.inside)
+        self.available = self.manifest is not None and _covers(self.manifest, self.inside)
 
     @property
     def inside(self) -> list[Holding]:
@@ -73,13 +73,13 @@ class _Record:
         """Return the publishers if they have every byte, otherwise a few full holders, otherwise all holders."""
         assert self.manifest is not None
         published = [self.holders[worker] for worker in sorted(self.publishers)]
-        if _cover(self.manifest, published):
+        if _covers(self.manifest, published):
             return published
         whole = [holding for holding in self.inside if holding.regions is None]
         return whole[:_SEVERAL] or self.inside
 
 
-def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
+def _covers(manifest: Manifest, holdings: Collection[Holding]) -> bool:
     """Return whether the holdings together have every byte."""
     if any(holding.regions is None for holding in holdings):
         return True
@@ -189,7 +189,7 @@ class Catalogue:
         self._addresses[worker] = address
         parent = self._spread.place(
             worker,
-            layout=_apart(layout, outside=outside),
+            layout=_tree_key(layout, outside=outside),
             node=node,
             failed=failed,
             version=version,
@@ -223,7 +223,7 @@ class Catalogue:
         if record.manifest is None:
             self._complete(record, _accept(part, record))
         else:
-            _agree(part, record.manifest)
+            _check_agreement(part, record.manifest)
         self.fence(version.attempt)
         self._records[version] = record
         record.publishers.add(part.worker)
@@ -252,7 +252,7 @@ class Catalogue:
         self._records[version] = record
         if holding.worker not in record.publishers:
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
-            self._spread.join(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
+            self._spread.join(holding.worker, layout=_tree_key(layout, outside=holding.outside), node=holding.node)
             self._spread.clear_doubt(holding.worker)
             self._addresses[holding.worker] = holding.address
             self._known[holding.worker] = holding, record.shapes
@@ -354,7 +354,7 @@ class Catalogue:
             self.revision += 1
 
 
-def _apart(layout: str, *, outside: bool) -> str:
+def _tree_key(layout: str, *, outside: bool) -> str:
     """Return the key of a layout in the tree: workers outside the job have a tree of their own."""
     return f"outside {layout}" if outside else layout
 
@@ -373,7 +373,7 @@ def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
     return manifest
 
 
-def _agree(part: ManifestPart, manifest: Manifest) -> None:
+def _check_agreement(part: ManifestPart, manifest: Manifest) -> None:
     """Raise Refused unless every slice of the part has the digest that is in the manifest."""
     known = {(entry.name, each.box): each.digest for entry in manifest.tensors for each in entry.slices}
     for entry in part.tensors:

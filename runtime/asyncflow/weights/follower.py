@@ -76,7 +76,7 @@ class Follower:
         self._membership = Membership(
             driver=driver, member=member, credentials=credentials, status=status or self._status
         )
-        self._membership.on_directives.append(self._obey)
+        self._membership.on_directives.append(self._on_directives)
         self.receiver = WeightReceiver(
             membership=self._membership,
             worker=self.worker,
@@ -149,7 +149,7 @@ class Follower:
     def _changed(self) -> bool:
         return self.receiver.staged is not None or self.ended
 
-    def _obey(self, directives: Directives) -> None:
+    def _on_directives(self, directives: Directives) -> None:
         if directives.stop:
             self._stopped = True
             self.receiver.notify()

@@ -109,7 +109,7 @@ class Holder:
     async def start(self) -> None:
         """Start serving. The catalogue arrives with the next heartbeat."""
         self.address = await self.transport.start(self._read, until=self._until)
-        self.spawn(self._keep_true())
+        self.spawn(self._synchronise())
         self._membership.subscriber = self
         self._membership.nudge()
 
@@ -177,7 +177,7 @@ class Holder:
         arriving = self.arriving.get(version)
         manifest = copy.origin if copy is not None else arriving.manifest if arriving is not None else None
         if tensor == MANIFEST and isinstance(manifest, Manifest):
-            return _part(encoded(manifest), box)
+            return _slice_of_bytes(encoded(manifest), box)
         if copy is not None:
             return copy.arena.read(tensor, box)
         if arriving is not None:
@@ -208,7 +208,7 @@ class Holder:
         newest = max(self.view.available, default=None)
         return version not in self.copies and version not in self.arriving and (newest is None or version > newest)
 
-    async def _keep_true(self) -> None:
+    async def _synchronise(self) -> None:
         outage = Outage("announcing the held weights")
         while True:
             changed = self.changed
@@ -294,7 +294,7 @@ class Holder:
             self.notify()
 
 
-def _part(data: bytes, box: Box) -> memoryview:
+def _slice_of_bytes(data: bytes, box: Box) -> memoryview:
     """Return a part of bytes that are served like a tensor. Raises StaleHandle if it lies outside them."""
     if not box.fits((len(data),)):
         raise StaleHandle(f"{box} is no part of {len(data)} bytes", where="weights manifest")

@@ -56,7 +56,7 @@ class IpcTransport(PlacedTransport):
             [bound],
             most=_MOST,
             share=1.0,
-            meet=self._hand_over,
+            meet=self._send_descriptor,
             connected=lambda: 0,
             make_room=lambda: False,
             refused=lambda refused: _log.warning("memory of weights is not passed to a peer: %s", refused),
@@ -88,7 +88,7 @@ class IpcTransport(PlacedTransport):
     ) -> list[memoryview]:
         """Return views of a peer's memory, each block mapped once per pull. Raises PeerLost or ProtocolError."""
         for block in {pointer.block for pointer in pointers} - line.seen.keys():
-            line.seen[block] = await _mapped(door, block)
+            line.seen[block] = await _map_block(door, block)
         frames = [
             line.seen[pointer.block][pointer.offset : pointer.offset + size]
             for pointer, size in zip(pointers, sizes, strict=True)
@@ -98,7 +98,7 @@ class IpcTransport(PlacedTransport):
             raise ProtocolError("the regions do not lie inside the memory of the source", where=door)
         return frames
 
-    async def _hand_over(self, peer: socket.socket) -> None:
+    async def _send_descriptor(self, peer: socket.socket) -> None:
         """Send the descriptor of the block that a peer requests."""
         with peer, contextlib.suppress(OSError, TimeoutError):
             if not is_same_user(peer):
@@ -116,7 +116,7 @@ class IpcTransport(PlacedTransport):
                 os.close(reading)
 
 
-async def _mapped(door: str, block: int) -> memoryview:
+async def _map_block(door: str, block: int) -> memoryview:
     """Map a peer's block for reading, and return its bytes."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as peer:
@@ -127,7 +127,7 @@ async def _mapped(door: str, block: int) -> memoryview:
                 if not is_same_user(peer):
                     raise PeerLost("the source runs as another user", where=door)
                 await loop.sock_sendall(peer, _REQUEST.pack(block))
-                answer, file = await _received(loop, peer)
+                answer, file = await _receive(loop, peer)
         except (OSError, TimeoutError) as error:
             raise PeerLost(f"the source is not on this host, or does not reply: {error!r}", where=door) from error
     if answer != _GRANTED or file is None:
@@ -142,7 +142,7 @@ async def _mapped(door: str, block: int) -> memoryview:
         os.close(file)
 
 
-async def _received(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tuple[bytes, int | None]:
+async def _receive(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tuple[bytes, int | None]:
     """Wait for one byte and the descriptor that may accompany it."""
     ready = asyncio.Event()
     loop.add_reader(peer, ready.set)

@@ -142,11 +142,11 @@ class PairsTransport(FastTransport):
 
     def in_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Run a blocking function in a thread. Raises PeerLost for an error of torch."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._threads, _run_translated, work, *arguments)
 
     def receive(self, pair: Any, nbytes: int) -> asyncio.Future[Any]:
         """Receive bytes in a thread reserved for receiving, so that pulls by peers never occupy all threads."""
-        return asyncio.get_running_loop().run_in_executor(self._receiving, _translated, pair.receive, nbytes)
+        return asyncio.get_running_loop().run_in_executor(self._receiving, _run_translated, pair.receive, nbytes)
 
     def _make(self, reply: PairReply, **listener: Any) -> asyncio.Future[Any]:
         def make() -> Any:
@@ -171,7 +171,7 @@ class PairsTransport(FastTransport):
         number = next(self._numbers)
         reply = PairReply(pair=number, collective=collective, host=self._host, port=port, prefix=secrets.token_hex(16))
         making = self._make(reply, listener=listener)
-        making.add_done_callback(_seen)
+        making.add_done_callback(_retrieve_error)
         self._serving[number] = _Serving(making=making, idle=self._ending(number))
         return reply
 
@@ -228,7 +228,7 @@ class PairLine(Line):
         sizes = [region.nbytes for region in regions]
         async with self._turn:
             received = self._transport.receive(self._pair, sum(sizes))
-            received.add_done_callback(_seen)
+            received.add_done_callback(_retrieve_error)
             sent = await self._ask(regions, timeout=_CALL_S)
             data = (await received).data
         starts = itertools.accumulate(sizes[:-1], initial=0)
@@ -268,7 +268,7 @@ def _lacks_torch(why: str) -> ManifestError:
     return ManifestError(f"torch cannot be imported: {why}", where="spec.weightSync.transport", hint=hint)
 
 
-def _translated(work: Callable[..., T], *arguments: Any) -> T:
+def _run_translated(work: Callable[..., T], *arguments: Any) -> T:
     try:
         return work(*arguments)
     except (RuntimeError, ValueError, AttributeError, ImportError, OSError) as error:
@@ -276,10 +276,10 @@ def _translated(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _close(pair: Any) -> None:
-    asyncio.get_running_loop().run_in_executor(None, pair.close).add_done_callback(_seen)
+    asyncio.get_running_loop().run_in_executor(None, pair.close).add_done_callback(_retrieve_error)
 
 
-def _seen(done: asyncio.Future[Any]) -> None:
+def _retrieve_error(done: asyncio.Future[Any]) -> None:
     """Retrieve the error of a future, so that asyncio does not log it: another caller handles it, or none has to."""
     if not done.cancelled():
         done.exception()

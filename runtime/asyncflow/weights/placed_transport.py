@@ -159,14 +159,14 @@ class PlacedTransport(FastTransport):
         for lease in request.done:
             self._end(lease)
         data = await self.read(request.version, request.regions, wait_s=request.wait_s)
-        pointers, views, digests = await asyncio.to_thread(self._placed, data, request.checked)
+        pointers, views, digests = await asyncio.to_thread(self._located, data, request.checked)
         lease = next(self._numbers)
         if views:
             loop = asyncio.get_running_loop()
             self._leases[lease] = _Lease(views, loop.call_later(LEASE_S, self._end, lease))
         return Pointers(lease=lease, door=self.door, pointers=pointers, digests=digests)
 
-    def _placed(
+    def _located(
         self, data: list[memoryview], checked: bool
     ) -> tuple[tuple[Pointer, ...], list[memoryview], tuple[str, ...]]:
         """Return the pool locations of data, views that keep it, and digests; data outside the pool is copied in."""

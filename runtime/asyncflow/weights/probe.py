@@ -53,18 +53,18 @@ def refuted(found: NDArray[np.float32], probe: WeightProbe, *, before: Proved | 
 
     before: result of the previously loaded version; limit: largest allowed mean difference of log-probs.
     """
-    gap = _apart(found, probe.logprobs)
+    gap = _mean_gap(found, probe.logprobs)
     if not gap <= limit:
         return f"log-probs of {len(found)} tokens differ by {gap:.3g} on average, which should be at most {limit:g}"
     if before is None or len(before.probe.logprobs) != len(found):
         return None
-    change = _apart(before.probe.logprobs, probe.logprobs)
-    if change > _DISTINCT * before.gap and _apart(found, before.probe.logprobs) < gap:
+    change = _mean_gap(before.probe.logprobs, probe.logprobs)
+    if change > _DISTINCT * before.gap and _mean_gap(found, before.probe.logprobs) < gap:
         return f"log-probs of {len(found)} tokens are those of the version before, which differs by {change:.3g}"
     return None
 
 
-def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+def _mean_gap(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.abs(one - other).mean()) if len(one) else 0.0
 
 

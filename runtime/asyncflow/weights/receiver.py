@@ -252,7 +252,7 @@ class WeightReceiver:
             self._on_transfer(record)
 
     async def _fill(self, version: Version) -> TransferRecord:
-        manifest, peers = await self._described(version)
+        manifest, peers = await self._describe(version)
         arena = await asyncio.to_thread(self._arena_of, manifest)
         key = layout_key(arena.boxes, manifest)
         if not peers or key != self._layout_key:
@@ -293,7 +293,7 @@ class WeightReceiver:
             boxes[entry.name] = entry.dtype, box
         return Arena(boxes, allocate=self._holder.transport.allocate)
 
-    async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...]]:
+    async def _describe(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...]]:
         """Return the manifest of a version, and its sources, empty if they were not received along with it.
 
         The driver is asked for the manifest only if no peer provides it, and for sources only if there is no earlier
@@ -313,7 +313,7 @@ class WeightReceiver:
             found, source = (await self._call(request)).manifest, ()
         if found is None:
             raise ProtocolError(f"the catalogue sent no manifest of {version}", where="weights")
-        return _checked(found, version), source
+        return _check_manifest(found, version), source
 
     async def _manifest_of(self, version: Version, peers: Sequence[PeerView], *, silent: set[str]) -> Manifest | None:
         """Return the manifest of a version from the first peer, None if the peer does not provide it in time.
@@ -392,7 +392,7 @@ class WeightReceiver:
         }
 
 
-def _checked(manifest: Manifest, version: Version) -> Manifest:
+def _check_manifest(manifest: Manifest, version: Version) -> Manifest:
     """Return ``manifest``. Raises ProtocolError unless it is a valid manifest of ``version``."""
     manifest.check()
     if manifest.version != version.packed:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 ROOTS = 2
 FANOUT = 2
 _DETOUR = 2
-LOYAL = 3
+MOST_OVERTAKEN = 3
 """Number of times that a receiver's source on its own node is found slower before the receiver leaves it."""
 
 
@@ -81,7 +81,7 @@ class Spread:
 
     def __init__(self) -> None:
         self._receivers: dict[str, _Receiver] = {}
-        self._rooted: Counter[str] = Counter()
+        self._root_counts: Counter[str] = Counter()
         self._nodes: dict[tuple[str, str], _Node] = {}
         self._open: dict[tuple[str, bool], OrderedDict[str, None]] = {}
         self._doubted: dict[str, object] = {}
@@ -104,19 +104,19 @@ class Spread:
 
         A repeated request returns the same source, unless that source is in ``failed`` or has left, or another worker
         has the whole version and the source does not. In the last case a better source is used immediately, but a
-        source on the receiver's own node is replaced by one on another node only after ``LOYAL`` such findings.
+        source on the receiver's own node is replaced by one on another node only after ``MOST_OVERTAKEN`` findings.
         """
         for worker in [worker for worker, doubted in self._doubted.items() if doubted != version]:
             self.clear_doubt(worker)
         for worker in failed:
             if worker in self._receivers:
                 self._doubted[worker] = version
-                self._list(worker)
+                self._update_listing(worker)
         known = self._join(receiver, layout=layout, node=node)
         if known.version != version:
             known.version, known.overtaken = version, 0
         moves = known.placed
-        if moves and self._keeps(receiver, known, failed, whole):
+        if moves and self._keeps_source(receiver, known, failed, whole):
             return known.parent
         if not moves:
             self._placed += 1
@@ -127,17 +127,17 @@ class Spread:
         known.parent = self._choose(receiver, known, whole, moves=moves)
         known.placed = True
         if known.parent is None:
-            self._rooted[layout] += 1
+            self._root_counts[layout] += 1
         else:
             self._attach(known, receiver, known.parent)
-        self._list(receiver)
+        self._update_listing(receiver)
         return known.parent
 
     def clear_doubt(self, worker: str) -> None:
         """Record that ``worker`` has received data: it is no longer doubted."""
         if worker in self._doubted:
             del self._doubted[worker]
-            self._list(worker)
+            self._update_listing(worker)
 
     def leave(self, worker: str) -> None:
         """Remove ``worker``, which has ended."""
@@ -157,7 +157,7 @@ class Spread:
     def join(self, worker: str, *, layout: str, node: str = "") -> None:
         """Record that ``worker``, which may never have been placed here, has versions that other workers may pull."""
         self._join(worker, layout=layout, node=node)
-        self._list(worker)
+        self._update_listing(worker)
 
     def _join(self, worker: str, *, layout: str, node: str) -> _Receiver:
         known = self._receivers.get(worker)
@@ -171,7 +171,7 @@ class Spread:
         at.far += sum(self._receivers[child].node != known.node for child in known.children)
         return known
 
-    def _keeps(self, receiver: str, known: _Receiver, failed: Collection[str], whole: Collection[str]) -> bool:
+    def _keeps_source(self, receiver: str, known: _Receiver, failed: Collection[str], whole: Collection[str]) -> bool:
         """Return whether a receiver keeps the source that it has."""
         if known.parent is None:
             return not failed
@@ -180,27 +180,27 @@ class Spread:
             return False
         if known.parent in whole or not whole:
             return True
-        if self._near(receiver, known, whole) is not None:
+        if self._on_same_node(receiver, known, whole) is not None:
             return False
-        better = self._far(receiver, known, whole)
+        better = self._on_other_node(receiver, known, whole)
         if better is None:
             return True
         if parent.order < self._receivers[better].order:
             known.overtaken += 1
-        return parent.node == known.node and known.overtaken < LOYAL
+        return parent.node == known.node and known.overtaken < MOST_OVERTAKEN
 
     def _choose(self, receiver: str, known: _Receiver, whole: Collection[str], *, moves: bool) -> str | None:
         """Return a source. A new receiver prefers its own node; a moving one prefers a source that has the version."""
-        near, far = self._near, self._far
+        near, far = self._on_same_node, self._on_other_node
         first = [(near, whole), (far, whole)] if moves else [(near, whole), (near, None), (far, whole)]
-        rest = [(near, None), (far, None)] if self._rooted[known.layout] >= ROOTS else []
+        rest = [(near, None), (far, None)] if self._root_counts[known.layout] >= ROOTS else []
         return next(filter(None, (find(receiver, known, among) for find, among in first + rest)), None)
 
-    def _near(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
+    def _on_same_node(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
         """Return the first of ``among`` (None: any) with room on the same node that is not at or below ``receiver``."""
         return self._first(receiver, known.layout, known.node, among)
 
-    def _far(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
+    def _on_other_node(self, receiver: str, known: _Receiver, among: Collection[str] | None) -> str | None:
         """Return a source on another node: one with spare room, unless others are much higher in the tree."""
         spare, rest = (self._elsewhere(receiver, known, among, spare=spare) for spare in (True, False))
         if spare is None or rest is None:
@@ -225,12 +225,12 @@ class Spread:
         )
 
     def _is_below(self, candidate: str, receiver: str) -> bool:
-        return receiver in self._upwards(candidate)
+        return receiver in self._ancestors(candidate)
 
     def _depth(self, receiver: str) -> int:
-        return sum(1 for _ in self._upwards(receiver))
+        return sum(1 for _ in self._ancestors(receiver))
 
-    def _upwards(self, receiver: str) -> Iterator[str]:
+    def _ancestors(self, receiver: str) -> Iterator[str]:
         """Yield a receiver, its source, and so on."""
         at: str | None = receiver
         while at is not None:
@@ -242,7 +242,7 @@ class Spread:
         source = self._receivers[parent]
         source.children.add(receiver)
         self._nodes[source.layout, source.node].far += source.node != known.node
-        self._list(parent)
+        self._update_listing(parent)
 
     def _detach(self, receiver: str, known: _Receiver) -> None:
         """Remove a receiver from its source, which then has room again."""
@@ -250,14 +250,14 @@ class Spread:
             return
         known.placed = False
         if known.parent is None:
-            self._rooted[known.layout] -= 1
+            self._root_counts[known.layout] -= 1
         elif (source := self._receivers.get(known.parent)) is not None:
             source.children.discard(receiver)
             self._nodes[source.layout, source.node].far -= source.node != known.node
-            self._list(known.parent)
+            self._update_listing(known.parent)
         known.parent = None
 
-    def _list(self, worker: str) -> None:
+    def _update_listing(self, worker: str) -> None:
         """Update whether a receiver, and thus its node, is listed as having room."""
         known = self._receivers[worker]
         self._count(worker, known, room=0 if worker in self._doubted else FANOUT - len(known.children))

@@ -82,7 +82,7 @@ class _Portion:
 
     place: array that receives it; digest: published digest, "" unless it is the whole slice; left: missing boxes.
     checked: whether its digest was compared; whole: whether its bytes must be sent in full, not as a difference.
-    givers: workers that sent parts of it.
+    senders: workers that sent parts of it.
     """
 
     tensor: str
@@ -92,7 +92,7 @@ class _Portion:
     left: list[Box]
     checked: bool = False
     whole: bool = False
-    givers: set[str] = field(default_factory=set)
+    senders: set[str] = field(default_factory=set)
 
 
 class Transfer:
@@ -156,7 +156,7 @@ class Transfer:
             if self.missing < before:
                 waits = delays()
             else:
-                await _either(changed, within_s=next(waits))
+                await _wait_for(changed, within_s=next(waits))
             await self._find()
         return TransferRecord(
             version=self.version,
@@ -305,7 +305,7 @@ class Transfer:
         portion = next(portion for portion in self._portions[region.tensor] if intersect(portion.box, region.box))
         self._arena.write(region.tensor, region.box, data)
         portion.left = [rest for box in portion.left for rest in subtract(box, [region.box])]
-        portion.givers.add(worker)
+        portion.senders.add(worker)
         self._received[worker] += data.nbytes
         if not portion.left and portion.digest and data.nbytes == portion.place.nbytes <= _SMALL:
             self._compare(portion, digest_of(portion.place))
@@ -325,12 +325,12 @@ class Transfer:
             portion.checked = True
             self._advance()
         else:
-            log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.givers))
-            self._faults.update(portion.givers)
-            self._failed |= portion.givers
-            for worker in portion.givers:
+            log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.senders))
+            self._faults.update(portion.senders)
+            self._failed |= portion.senders
+            for worker in portion.senders:
                 self._transport.doubt(worker)
-            portion.left, portion.givers, portion.whole = [portion.box], set(), True
+            portion.left, portion.senders, portion.whole = [portion.box], set(), True
 
 
 def _portions(manifest: Manifest, arena: Arena) -> dict[str, list[_Portion]]:
@@ -357,7 +357,7 @@ def _box(held: Mapping[str, Box] | None, portion: _Portion) -> Box | None:
     return portion.box if held is None else held.get(portion.tensor)
 
 
-async def _either(changed: asyncio.Event, *, within_s: float) -> None:
+async def _wait_for(changed: asyncio.Event, *, within_s: float) -> None:
     """Wait for a change, at most ``within_s`` seconds."""
     try:
         async with asyncio.timeout(within_s):

@@ -228,7 +228,7 @@ class DecodeBatch:
 
     def step(self) -> list[Sequence]:
         """Generate one token of each sequence; return the sequences that ended. Do nothing if none runs or waits."""
-        ended = self._sweep()
+        ended = self._remove_aborted()
         self._admit()
         if not self._active:
             return ended
@@ -243,7 +243,7 @@ class DecodeBatch:
         self.steps += 1
         return ended
 
-    def _sweep(self) -> list[Sequence]:
+    def _remove_aborted(self) -> list[Sequence]:
         ended = [sequence for sequence in self._waiting if sequence.aborted]
         if ended:
             self._waiting = deque(sequence for sequence in self._waiting if not sequence.aborted)

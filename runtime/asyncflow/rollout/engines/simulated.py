@@ -186,9 +186,9 @@ class _Clock:
             self._timer.cancel()
             self._timer = None
         if self._running and not self._stopped:
-            self._timer = asyncio.get_running_loop().call_at(self._since + self._until_next(), self._ring)
+            self._timer = asyncio.get_running_loop().call_at(self._since + self._until_next(), self._on_timer)
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self.now()
         self._wake()
 

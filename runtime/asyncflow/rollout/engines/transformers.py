@@ -171,13 +171,13 @@ class TransformersEngine(RolloutEngine):
             self._batch = batch
             self._ready.set_result(None)
             try:
-                while self._turn(batch):
+                while self._iterate(batch):
                     pass
                 self._fail(_closed())
             except Exception as error:  # noqa: BLE001 - raised by every generate() and load(), now and later
                 self._fail(error)
 
-    def _turn(self, batch: DecodeBatch) -> bool:
+    def _iterate(self, batch: DecodeBatch) -> bool:
         """Take new sequences, then load or step once; wait if there is nothing to do. False: closed and empty."""
         with self._wake:
             while not (self._arrived or self._loads or self._closing or batch.running or batch.waiting):

@@ -102,7 +102,9 @@ def main(settings: ServerSettings) -> None:
     if settings.deterministic and settings.device != _BATCH_INVARIANT:
         refuse(_VARIANT.format(settings.device))
     try:
-        parser = _first(_PARSERS).make_arg_parser(_first(_PARSER_CLASSES).FlexibleArgumentParser(allow_abbrev=False))
+        parser = _import_first(_PARSERS).make_arg_parser(
+            _import_first(_PARSER_CLASSES).FlexibleArgumentParser(allow_abbrev=False)
+        )
     except ImportError as error:
         refuse(f"vLLM cannot be imported: {error}")
     _check_platform(settings, refuse=refuse)
@@ -116,15 +118,15 @@ def main(settings: ServerSettings) -> None:
         refuse(f"the installed vLLM has no option {', '.join(unknown)}")
     try:
         arguments = parser.parse_args(_argv({**settings.required, **optional, **settings.given}))
-        _first(_PARSERS).validate_parsed_serve_args(arguments)
+        _import_first(_PARSERS).validate_parsed_serve_args(arguments)
     except (TypeError, ValueError) as error:
         refuse(str(error))
     import uvloop
 
-    uvloop.run(_first(_SERVERS).run_server(arguments))
+    uvloop.run(_import_first(_SERVERS).run_server(arguments))
 
 
-def _first(names: tuple[str, ...]) -> ModuleType:
+def _import_first(names: tuple[str, ...]) -> ModuleType:
     """Import the first of these modules that the installed vLLM has. Raises ImportError."""
     for name in names[:-1]:
         try:

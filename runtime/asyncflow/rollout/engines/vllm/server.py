@@ -66,7 +66,7 @@ class VllmServer:
         self.paths: frozenset[str] = frozenset()
         self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, PARENT: str(os.getpid())}
         self._start_s = start_s
-        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-", dir=_short(tempfile.gettempdir())))
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-", dir=_short_folder(tempfile.gettempdir())))
         self._why = "its log above says why"
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -150,7 +150,7 @@ class VllmServer:
         within_s: timeout, None to wait until the server ends. Raises PeerLost if it ends meanwhile, DeadlineExceeded,
         and AsyncFlowError for an error or an answer that is not a ``kind``.
         """
-        return _read(await self._fetch(method, path, body, query, within_s) or b"{}", path, kind)
+        return _decode(await self._fetch(method, path, body, query, within_s) or b"{}", path, kind)
 
     async def relay(self, request: web.Request) -> web.StreamResponse:
         """Forward a client's request to the server, and stream the answer back.
@@ -188,24 +188,24 @@ class VllmServer:
     async def _fetch(
         self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
     ) -> bytes:
-        async with self._answered(method, path, body, query, within_s) as answer:
+        async with self._open_response(method, path, body, query, within_s) as answer:
             return await answer.read()
 
     async def events(self, path: str, kind: type[T], *, body: object) -> AsyncGenerator[T]:
         """Call POST ``path`` and yield the events of its answer, each decoded as ``kind``. Raises like ``call``."""
-        async with self._answered("POST", path, body, {}, None) as answer:
+        async with self._open_response("POST", path, body, {}, None) as answer:
             async for line in answer.content:
                 if not line.startswith(_EVENT) or line.startswith(_LAST):
                     continue
                 event = line.removeprefix(_EVENT)
-                if (error := _read(event, path, dict[str, Any]).get("error")) is not None:
-                    await self._soon_ended()
+                if (error := _decode(event, path, dict[str, Any]).get("error")) is not None:
+                    await self._raise_if_ending()
                     what = f"vLLM ended its answer to {path}: {str(error)[:_QUOTED]}"
                     raise AsyncFlowError(what, where="rollout.engine")
-                yield _read(event, path, kind)
+                yield _decode(event, path, kind)
 
     @contextlib.asynccontextmanager
-    async def _answered(
+    async def _open_response(
         self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Make a call, and yield its successful response for reading."""
@@ -220,7 +220,7 @@ class VllmServer:
             ) as answer:
                 if answer.status != 200:
                     error_text = (await answer.read()).decode(errors="replace")[:_QUOTED]
-                    await self._soon_ended()
+                    await self._raise_if_ending()
                     raise AsyncFlowError(
                         f"vLLM answered {answer.status} to {path}: {error_text}", where="rollout.engine"
                     )
@@ -230,10 +230,10 @@ class VllmServer:
                 f"vLLM did not answer {path} within {within_s:g} s", where="rollout.engine"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            await self._soon_ended()
+            await self._raise_if_ending()
             raise PeerLost(f"the vLLM server cannot be reached: {error}", where="rollout.engine") from error
 
-    async def _soon_ended(self) -> None:
+    async def _raise_if_ending(self) -> None:
         """Raise PeerLost if the server ends shortly after a failed call, which is often the first sign of its end."""
         assert self._ended is not None
         await asyncio.wait([self._ended], timeout=1.0)
@@ -254,7 +254,7 @@ class VllmServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _read(data: bytes, path: str, kind: type[T]) -> T:
+def _decode(data: bytes, path: str, kind: type[T]) -> T:
     """Decode ``data``. Raises AsyncFlowError if it is not JSON, or not a ``kind``."""
     try:
         return msgspec.json.decode(data, type=kind)
@@ -266,6 +266,6 @@ def _read(data: bytes, path: str, kind: type[T]) -> T:
         ) from error
 
 
-def _short(folder: str) -> str:
+def _short_folder(folder: str) -> str:
     """Return ``folder``, or /tmp if the names of sockets in it would be too long."""
     return folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  mkdtemp makes a folder of its own there
