@@ -132,7 +132,7 @@ def test_only_the_primary_asks_the_others_how_far_they_are():
     "worker", ["driver", "rollout-1", "rollout-01-a", "", "rollout-1 -a", "rollout-" + "9" * 30 + "-a"]
 )
 def test_a_worker_that_is_named_after_no_process_claims_nothing(worker):
-    with pytest.raises(Refused, match="named after no process"):
+    with pytest.raises(Refused, match="on behalf of an unknown process"):
         Access().check(_caller("rollout"), "queue.claim", Request(worker=worker))
 
 
@@ -218,7 +218,7 @@ def test_a_client_of_a_job_puts_prompts_works_on_what_is_left_to_it_and_else_doe
     work = {f"queue.{what}" for what in ("claim", "withdraw", "abandon", "renew", "end")}
     assert may == _allowed("operator") | work | {"unit.write", "driver.put_prompts"}
     assert _allowed("operator") == _allowed("viewer") | {"queue.drain"}
-    with pytest.raises(Refused, match=r"the task advantage is done by the job's own.*leaves to clients: mark"):
+    with pytest.raises(Refused, match=r"the task advantage is done by the job's own.*that clients may do: mark"):
         job.check(_caller("client"), "queue.claim", Request(task="advantage", worker="client-1-ab"))
     with pytest.raises(Refused, match="the task mark is done by the job's own"):
         job.check(_caller("client"), "queue.claim", Request(task="mark", partition="eval", worker="client-1-ab"))

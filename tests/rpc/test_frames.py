@@ -165,7 +165,7 @@ def test_lengths_that_run_over_are_refused() -> None:
     [
         ((2, 3), [6, 5], "multiples of 6"),
         ((1 << 48,) * 32, [6, 6], "multiples"),
-        ((0, 3), [6, 6], "holds nothing"),
+        ((0, 3), [6, 6], "has no values"),
         (None, [2, 0], "without an axis"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_python_value_has_no_inner_shape() -> None:
 
 def test_more_bytes_than_allowed_are_refused_before_they_are_looked_at() -> None:
     header, frames = encode_batch({"a": Jagged.from_rows([[1, 2, 3]], "int64")})
-    with pytest.raises(ProtocolError, match="28 bytes came where 27"):
+    with pytest.raises(ProtocolError, match="28 bytes, but at most 27"):
         decode_batch(header, frames, max_bytes=27)
     assert decode_batch(header, frames, max_bytes=28)
     with pytest.raises(ProtocolError, match="5 rows has no column"):

@@ -187,11 +187,13 @@ async def test_what_does_not_come_is_said_at_the_deadline(server: RpcServer, dir
 async def test_nobody_to_join_is_said_at_the_deadline() -> None:
     member = Member(role="rollout", index=0, incarnation="a")
     membership = Membership(driver="tcp://127.0.0.1:1", member=member)
-    said = r"joining did not succeed within 0\.3 s; last: .* by tcp://127\.0\.0\.1:1 within .* s: nobody listens there$"
+    said = r"joining did not succeed .*; last: .* by tcp://127\.0\.0\.1:1 within .* s: no process listens there$"
     with pytest.raises(DeadlineExceeded, match=said):
         await membership.join(0.3)
     await membership.close()
-    with pytest.raises(ManifestError, match=r"'http://127\.0\.0\.1:1' is no address\. An address is tcp://HOST:PORT"):
+    with pytest.raises(
+        ManifestError, match=r"'http://127\.0\.0\.1:1' is not an address\. An address is tcp://HOST:PORT"
+    ):
         Membership(driver="http://127.0.0.1:1", member=member)
 
 

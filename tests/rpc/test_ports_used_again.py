@@ -53,7 +53,7 @@ async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_a
     await first.close()
     second = await serve("second", address_of(*host_and_port(here), server=server), credentials)
     caller = RpcClient(name="caller", resolve=lambda: here, credentials=credentials)
-    refused = r"another server is at this address now\. The one that was dialled is gone$"
+    refused = r"another server is at this address now\. The server that was dialled has ended$"
     with pytest.raises(DeadlineExceeded, match=refused):
         await caller.call("who", Question(), Answer, timeout=0.3)
     assert not second.counters.calls

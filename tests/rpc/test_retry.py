@@ -42,9 +42,7 @@ async def test_at_the_deadline_the_last_error_is_told() -> None:
 
     with pytest.raises(DeadlineExceeded, match=r"^a thing did not succeed within 0.2 s; last: there: gone$"):
         await retry(lost, what="a thing", timeout=0.2)
-    with pytest.raises(
-        DeadlineExceeded, match=r"^a thing did not succeed within 0.05 s; last: it was still under way$"
-    ):
+    with pytest.raises(DeadlineExceeded, match=r"^a thing did not succeed within 0.05 s; last: it was still running$"):
         await retry(silent, what="a thing", timeout=0.05)
 
 
@@ -106,7 +104,7 @@ async def test_an_outage_is_one_warning_and_one_end(
     outage.end()
     outage.end()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "claiming failed and is tried again until it succeeds: gone" in caplog.text
+    assert "claiming failed and is retried until it succeeds: gone" in caplog.text
     assert waited[0] <= 0.06 < waited[-1] <= 1.2
     await outage.wait(PeerLost("gone"))
     assert waited[-1] <= 0.06

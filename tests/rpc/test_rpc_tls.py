@@ -203,7 +203,7 @@ async def test_a_rollout_cannot_pose_as_the_driver(issuer: Issuer, monkeypatch: 
 async def test_a_method_that_the_table_does_not_have_cannot_be_served(issuer: Issuer) -> None:
     server = RpcServer(name="driver", credentials=issuer.credentials("driver"))
     server.route("weights.steal", ManifestPart, publish)
-    with pytest.raises(ValueError, match=r"the access table says nothing of weights\.steal"):
+    with pytest.raises(ValueError, match=r"the access table has no entry for weights\.steal"):
         await server.start()
 
 

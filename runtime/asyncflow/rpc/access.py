@@ -1,13 +1,14 @@
-"""The table that says which role may call which method, and on whose behalf.
+"""The access table: which role may call which method, and on behalf of which process.
 
-A caller is the process that its certificate names (on one host, where a socket says that the same user calls, the one
-that it says it is). Many calls name a process, a worker or a rank that they are about: those a role makes only on its
-own behalf, so that a rollout cannot claim, register or hand back for another one. A worker is named after its process,
-``ROLE-INDEX-...``, and a lease after the process that holds it, ``ID@ROLE-INDEX``, which alone uses it.
+The caller is the process that its certificate names. On one host, where the socket proves that the caller runs as the
+same user, it is the process that the caller claims to be. Many requests name a process, a worker or a rank. A role may
+make them only on its own behalf, so a rollout cannot claim, register or return rows for another rollout. The name of a
+worker begins with the name of its process, ``ROLE-INDEX-...``. The name of a lease ends with the process that holds it,
+``ID@ROLE-INDEX``, and only that process may use it.
 
-A client directs a queue that stands alone; in a job the driver and the trainer do, and clients little (``job_table``).
+A client controls a standalone queue. In a job the driver and the trainer do, and clients may do little (``job_table``).
 
-Invariant: what the table does not allow is refused, and a method that is not in it cannot be served at all.
+Invariant: a call that the table does not allow is refused, and a method that is not in the table cannot be served.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, TASK, TRA
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
-_PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
+_CLIENTS: Final = (CLIENT, OPERATOR, VIEWER)
 _WORKERS: Final = ("driver", "rollout", "reference", "reward", TASK)
-_QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
+_QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_CLIENTS)
 _ALL: Final = (*_QUEUE, "critic", "master", "holder", PUBLISHER, FOLLOWER)
-_SHARED: Final = (_PEOPLE, (FOLLOWER,))
+_SHARED: Final = (_CLIENTS, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
-"""Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
+"""Separates the id of a lease from the process that holds it, in the name of a lease: ``1f@rollout-3``."""
 _PROCESS = r"([a-z]+(?:-[a-z][a-z0-9]*)?)-(0|[1-9][0-9]{0,18})"
 _WORKER, _LEASE = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(f"[0-9a-f]+{HELD_BY}{_PROCESS}")
 
 Place: TypeAlias = tuple[str, int]
 """A role and an index."""
 Named: TypeAlias = Callable[[Any], Iterable[Place | None]]
-"""The places that a request names as those it is made for; None for a name that stands for none."""
+"""Returns the places on whose behalf a request is made; None for a name that does not name a place."""
 
 
 def worker_name(role: str, index: int, incarnation: str) -> str:
-    """Return the name under which an incarnation of a process works, and under which it is a member of its job."""
+    """Return the name of an incarnation of a process: its worker name, and its member name in the job."""
     return f"{role}-{index}-{incarnation}"
 
 
 def place_of(worker: str) -> Place | None:
-    """Return the place of the process after which a worker is named; None where it is named after none."""
+    """Return the place of the process that a worker name begins with; None if it begins with no process name."""
     found = _WORKER.fullmatch(worker)
     return None if found is None else (found[1], int(found[2]))
 
 
 def holder_of(lease: str) -> Place | None:
-    """Return the place of the process that the name of a lease names as its holder; None where it names none.
+    """Return the place of the process that a lease name gives as its holder; None if it gives none.
 
-    The name is a claim: whoever granted the lease knows no lease of that name where another process holds it.
+    The name is only a claim. The process that granted the lease knows no lease of this name for another holder.
     """
     found = _LEASE.fullmatch(lease)
     return None if found is None else (found[1], int(found[2]))
@@ -69,11 +70,11 @@ _PLACES: Final[Mapping[str, Callable[[Any], Iterable[Place | None]]]] = {
     "session": lambda session: [("storage", session.unit)],
     "replica": lambda index: [("controller", index)],
 }
-"""Fields of requests that name a process, and which one."""
+"""Fields of requests that name a process, and the place of that process."""
 
 
 def _own(*fields: str) -> Named:
-    """Return what finds the places that these fields of a request name."""
+    """Return a function that returns the places in these fields of a request."""
     return lambda request: [place for field in fields for place in _PLACES[field](getattr(request, field))]
 
 
@@ -81,7 +82,7 @@ def _member(request: Any) -> Iterable[Place | None]:
     return (request.role, request.index), place_of(request.incarnation)
 
 
-_nobody = _own()
+_no_place = _own()
 
 
 def _may(named: Named, *roles: str) -> dict[str, Named]:
@@ -89,17 +90,17 @@ def _may(named: Named, *roles: str) -> dict[str, Named]:
 
 
 def _table() -> dict[str, dict[str, Named]]:
-    claims = _may(_own("worker"), *_WORKERS) | _may(_nobody, CLIENT)
-    leases = _may(_own("leases"), *_WORKERS) | _may(_nobody, CLIENT)
-    lease = _may(_own("lease"), *_WORKERS) | _may(_nobody, CLIENT)
-    looks = _may(_nobody, *_QUEUE)
-    directs = _may(_nobody, "driver", CLIENT)
-    trains = _may(_nobody, "trainer", CLIENT)
-    ranks = _may(_own("rank"), "trainer") | _may(_nobody, CLIENT)
-    publishes = _may(_nobody, "trainer")
+    claims = _may(_own("worker"), *_WORKERS) | _may(_no_place, CLIENT)
+    leases = _may(_own("leases"), *_WORKERS) | _may(_no_place, CLIENT)
+    lease = _may(_own("lease"), *_WORKERS) | _may(_no_place, CLIENT)
+    reads = _may(_no_place, *_QUEUE)
+    controls = _may(_no_place, "driver", CLIENT)
+    trains = _may(_no_place, "trainer", CLIENT)
+    ranks = _may(_own("rank"), "trainer") | _may(_no_place, CLIENT)
+    publishes = _may(_no_place, "trainer")
     receives = _may(_own("worker"), "rollout", "trainer", PUBLISHER, FOLLOWER)
     units = _may(_own("session"), "storage")
-    between = _may(_nobody, "controller")
+    controllers = _may(_no_place, "controller")
     return {
         "directory.register": _may(_member, *_ALL),
         "directory.heartbeat": _may(_own("incarnation"), *_ALL),
@@ -116,40 +117,40 @@ def _table() -> dict[str, dict[str, Named]]:
         "weights.held": receives,
         "weights.permit": _may(_own("worker"), "rollout", FOLLOWER),
         "weights.changed": _may(_own("worker"), "rollout", FOLLOWER),
-        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer", PUBLISHER, FOLLOWER)),
+        **dict.fromkeys(_WEIGHTS, _may(_no_place, "rollout", "trainer", PUBLISHER, FOLLOWER)),
         "queue.begin": trains,
         "queue.slot": ranks,
         "queue.step_done": ranks,
         "queue.commit": trains,
-        "queue.open_step": directs,
-        "queue.exchange": directs,
-        "queue.wanted": directs,
-        "queue.take_over": directs,
-        "queue.clear": directs,
-        "queue.close": directs,
-        "queue.declare": directs | between,
+        "queue.open_step": controls,
+        "queue.exchange": controls,
+        "queue.wanted": controls,
+        "queue.take_over": controls,
+        "queue.clear": controls,
+        "queue.close": controls,
+        "queue.declare": controls | controllers,
         "queue.claim": claims,
         "queue.withdraw": claims,
         "queue.abandon": claims,
         "queue.renew": leases,
         "queue.end": lease,
-        "queue.expire": directs,
-        "queue.sync": directs | trains,
-        "queue.stats": looks,
-        "queue.snapshot": looks,
-        "queue.show": looks,
-        "queue.audit": looks,
-        "queue.units": looks,
-        "queue.where": looks,
-        "queue.drain": _may(_own("unit"), "storage") | _may(_nobody, CLIENT, OPERATOR),
-        "open.list": looks,
-        "open.find": looks,
-        "open.peek": looks,
-        "open.partitions": looks,
-        "open.progress": looks,
-        "open.reset": directs | between,
-        "open.expect": directs,
-        "open.clear": directs,
+        "queue.expire": controls,
+        "queue.sync": controls | trains,
+        "queue.stats": reads,
+        "queue.snapshot": reads,
+        "queue.show": reads,
+        "queue.audit": reads,
+        "queue.units": reads,
+        "queue.where": reads,
+        "queue.drain": _may(_own("unit"), "storage") | _may(_no_place, CLIENT, OPERATOR),
+        "open.list": reads,
+        "open.find": reads,
+        "open.peek": reads,
+        "open.partitions": reads,
+        "open.progress": reads,
+        "open.reset": controls | controllers,
+        "open.expect": controls,
+        "open.clear": controls,
         "units.hello": _may(_own("unit"), "storage"),
         "units.announce": units,
         "units.admit": units,
@@ -161,23 +162,23 @@ def _table() -> dict[str, dict[str, Named]]:
         "replicas.drop": _may(_own("replica"), "controller"),
         "replicas.reach": _may(lambda _: [("controller", 0)], "controller"),
         "replicas.admit": _may(_own("unit"), "storage"),
-        "unit.put": directs,
+        "unit.put": controls,
         "unit.write": lease,
-        "unit.fetch": _may(_nobody, *_WORKERS, "trainer", "storage", *_PEOPLE),
-        "unit.take": _may(_nobody, "storage"),
+        "unit.fetch": _may(_no_place, *_WORKERS, "trainer", "storage", *_CLIENTS),
+        "unit.take": _may(_no_place, "storage"),
     }
 
 
 ACCESS: Final[Mapping[str, Mapping[str, Named]]] = MappingProxyType(_table())
-"""Method, the roles that may call it, and for each the places in a request that must be the caller's own."""
+"""For each method the roles that may call it, and for each role the places in a request that must be the caller's."""
 
 
-def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
-    """Return the table of a job: clients do as operators do, put prompts, and work on the tasks ``left`` to them."""
+def job_table(client_tasks: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
+    """Return the table of a job: clients may do what operators may, put prompts, and work on ``client_tasks``."""
 
     def claims(request: Any) -> Iterable[Place | None]:
-        if request.task not in left or request.partition != TRAIN:
-            hint = f"The job leaves to clients: {', '.join(sorted(left)) or 'no task'}"
+        if request.task not in client_tasks or request.partition != TRAIN:
+            hint = f"Tasks of this job that clients may do: {', '.join(sorted(client_tasks)) or 'none'}"
             raise Refused(f"the task {request.task} is done by the job's own processes", hint=hint)
         return [place_of(request.worker)]
 
@@ -185,7 +186,7 @@ def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
     work = {"queue.claim": claims, "queue.withdraw": worker, "queue.abandon": worker}
     work |= {"queue.renew": _own("leases"), "queue.end": lease, "unit.write": lease}
     shared = {method: roles[CLIENT] for method, roles in ACCESS.items() if {CLIENT, OPERATOR} <= roles.keys()}
-    client = {"driver.put_prompts": _nobody, **shared, **work}
+    client = {"driver.put_prompts": _no_place, **shared, **work}
     return {
         method: {role: of for role, of in roles.items() if role != CLIENT}
         | ({CLIENT: client[method]} if method in client else {})
@@ -194,10 +195,10 @@ def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
 
 
 class Access:
-    """Decisions about the callers of one server.
+    """Access decisions for the callers of one server.
 
-    ranks: processes of one trainer replica, which share a certificate; unnamed: the role of a caller of this host that
-    runs as the same user and does not say who it is; table: see ``ACCESS``.
+    ranks: number of processes of one trainer replica, which share a certificate; unnamed: the role of a caller on this
+    host that runs as the same user and does not identify itself; table: see ``ACCESS``.
     """
 
     def __init__(
@@ -208,15 +209,15 @@ class Access:
         self._ranks = ranks
 
     def check(self, caller: ProcessIdentity, method: str, request: Any) -> None:
-        """Raise Refused where ``caller`` may not make that call of a method of the table."""
+        """Raise Refused if ``caller`` may not make this call. The method must be in the table."""
         named = self.table[method].get(kind_of_role(caller.role))
         if named is None:
             may = ", ".join(sorted(self.table[method]))
-            raise Refused(f"{caller} may not call {method}", hint=f"The certificate of this role does: {may}")
+            raise Refused(f"{caller} may not call {method}", hint=f"Roles that may call it: {may}")
         for place in named(request):
             if not self._is_own(caller, place):
-                words = "what is named after no process" if place is None else f"{place[0]}-{place[1]}"
-                hint = "A process speaks for itself only"
+                words = "an unknown process" if place is None else f"{place[0]}-{place[1]}"
+                hint = "A process can act only on its own behalf"
                 raise Refused(f"{caller} may not call {method} on behalf of {words}", hint=hint)
 
     def _is_own(self, caller: ProcessIdentity, place: Place | None) -> bool:

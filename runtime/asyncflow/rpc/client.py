@@ -1,9 +1,9 @@
-"""The calling side: one stream to one peer, many calls at once, told apart by a call id.
+"""The client side of calls: one connection to one peer carries many concurrent calls, which have call ids.
 
-Invariants: every call ends at its deadline at the latest, once: with the answer, the server's error, or that the
-connection is gone; what is sent before the stream is there waits; a connection that broke is never used again, and the
-calls that were on it raise ``PeerLost`` at once, because nobody can know whether they were carried out; a caller that
-waits no longer says so to the server, so that no handler works for nobody.
+Invariants: every call ends exactly once, at its deadline at the latest, with the reply, the server's error, or
+PeerLost; a message sent before the connection is made waits for it; a broken connection is never used again, and its
+pending calls raise ``PeerLost`` immediately, because it is unknown whether they were carried out; when a caller stops
+waiting, the server is notified, so that its handler can stop.
 
 A client belongs to the event loop in which it was first used.
 """
@@ -31,16 +31,16 @@ from asyncflow.rpc.shm import Arenas
 from asyncflow.rpc.tls import Credentials, PeerRefused, refusal
 
 _CONNECT_S = 3.0
-"""A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
-_SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
+"""Limit of a connection attempt. A Service may still route to a deleted pod, and the kernel would try for minutes."""
+_SILENT = "it is connected and silent: stopped, overloaded, or waiting for another process"
 _NO_HANDSHAKE = "the handshake failed: do both sides have certificates of this job?"
 
 Answered: TypeAlias = tuple[memoryview, list[memoryview]]
-"""Body and frames of an answer."""
+"""Body and frames of a reply."""
 
 
-class _Dialled(Connection):
-    """A connection of ``link``, which may still fail before the peer has greeted."""
+class _Outgoing(Connection):
+    """A connection of ``link``, which may still fail before the peer's greeting arrives."""
 
     def __init__(self, link: Link, arenas: Arenas | None) -> None:
         super().__init__(most=link.max_message, arenas=arenas)
@@ -58,11 +58,11 @@ class _Dialled(Connection):
 
 
 class Link:
-    """The calls over one connection to ``address``, which is tried again until it is there. What is sent before waits.
+    """The calls over one connection to ``address``. Connecting is retried until it succeeds; messages wait until then.
 
-    credentials: of this process, None for plain text; expects: the roles that may answer, none for any; max_message:
-    most bytes of one message; lost: learns once, with the reason, that it is of no more use. waiting: the future of
-    each call; state: how the connection is, in words.
+    credentials: of this process, None for plain text; expects: the roles that may answer, empty for any; max_message:
+    maximum bytes of one message; lost: called once, with the reason, when the connection broke. waiting: the future of
+    each pending call; state: the state of the connection, in words.
     """
 
     def __init__(
@@ -83,27 +83,27 @@ class Link:
         self._credentials = credentials
         self._expects = expects
         self._unsent: dict[Hashable, Sequence[Buffer]] = {}
-        self._connection: _Dialled | None = None
+        self._connection: _Outgoing | None = None
         self._tries_shared_memory = True
         self._loop = asyncio.get_running_loop()
         self._connecting = self._loop.create_task(self._connect(), name=f"connect to {address}")
 
     def send(self, call: int, parts: Sequence[Buffer]) -> None:
-        """Send a message of ``call`` as soon as it can go."""
+        """Send a message of ``call`` as soon as the connection allows it."""
         if self._connection is None:
             self._unsent[call] = parts
         else:
             self._connection.send(call, parts)
 
     def forget(self, call: int) -> None:
-        """Wait no longer for ``call``: take it back if nothing of it has left yet, or tell the server."""
+        """Stop waiting for ``call``: withdraw it if none of it has been sent, otherwise send a cancellation."""
         if self.waiting.pop(call, None) is not None and self._unsent.pop(call, None) is None:
             connection = self._connection
             if connection is not None and not connection.outbox.withdraw(call):
                 connection.send(call, [framing.encode(framing.Cancel(call))])
 
     def close(self, why: str) -> None:
-        """Close the connection; the calls on it raise PeerLost."""
+        """Close the connection; its pending calls raise PeerLost."""
         if self.closed:
             return
         self.closed = True
@@ -114,11 +114,11 @@ class Link:
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
             if not future.done():
-                lost = PeerLost(why, where=self.address, hint="Nobody knows whether the call was done")
+                lost = PeerLost(why, where=self.address, hint="It is unknown whether the call was carried out")
                 future.set_exception(lost)
 
     def answer(self, parts: list[memoryview]) -> None:
-        """Take in the answer of a call."""
+        """Complete the call that a message answers."""
         call, error = framing.read_answer(parts, where=self.address)
         future = self.waiting.pop(call, None)
         if future is None or future.done():
@@ -129,20 +129,20 @@ class Link:
             future.set_result((parts[1], parts[2:]))
 
     async def _connect(self) -> None:
-        """Try until the connection is there."""
+        """Try to connect until it succeeds."""
         for delay in delays():
             try:
                 shared = shm.dialled(self.address) if self._tries_shared_memory else None
                 self._tries_shared_memory = shared is None
-                socket, arenas = shared or (await self._dialled(), None)
+                socket, arenas = shared or (await self._open_socket(), None)
                 await self._greet(socket, arenas)
                 return
             except (OSError, AsyncFlowError) as error:
-                self.state = _in_words(error)
+                self.state = _describe(error)
             await asyncio.sleep(delay)
 
-    async def _dialled(self) -> sockets.socket:
-        """Connect to the first place of the peer's name that answers."""
+    async def _open_socket(self) -> sockets.socket:
+        """Connect to the first reachable address of the peer's name."""
         host, port = host_and_port(self.address)
         refused: OSError | None = None
         for family, place in await places_of(host, port, within_s=_CONNECT_S):
@@ -160,9 +160,9 @@ class Link:
         raise refused or OSError(f"the name {host!r} has no address")
 
     async def _greet(self, socket: sockets.socket, arenas: Arenas | None) -> None:
-        """Shake hands, and say who calls; what waited goes when the peer has greeted."""
+        """Do the TLS handshake, exchange greetings, then send the waiting messages."""
         tune(socket)
-        connection = _Dialled(self, arenas)
+        connection = _Outgoing(self, arenas)
         over_tls = self._credentials is not None and arenas is None
         context = self._credentials.client() if self._credentials is not None and over_tls else None
         try:
@@ -172,7 +172,8 @@ class Link:
                 )
                 if self._credentials is not None and connection.tls is not None:
                     self._check(self._credentials.peer(connection.tls))
-                connection.say(framing.hello(self._credentials.process if self._credentials is not None else None))
+                process = self._credentials.process if self._credentials is not None else None
+                connection.send_greeting(framing.hello(process))
                 await connection.greeted
         except BaseException as error:
             connection.close()
@@ -189,17 +190,17 @@ class Link:
         self._unsent.clear()
 
     def _check(self, answering: ProcessIdentity) -> None:
-        """Raise PeerRefused where who answers is of another role than is expected at this address."""
+        """Raise PeerRefused if the process at this address has an unexpected role."""
         if self._expects and answering.role not in self._expects:
             roles = " or ".join(self._expects)
             raise PeerRefused(f"{answering} answers where a {roles} is expected", reason="no_identity")
 
 
-def _in_words(error: OSError | AsyncFlowError) -> str:
-    """Return why a connection was not made."""
+def _describe(error: OSError | AsyncFlowError) -> str:
+    """Return the reason why a connection attempt failed."""
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
-    return "nobody answers there" if isinstance(error, TimeoutError) else str(error)
+        return "no process listens there"
+    return "no answer from that address" if isinstance(error, TimeoutError) else str(error)
 
 
 R = TypeVar("R")
@@ -209,11 +210,11 @@ _SHORTEST_S = 0.001
 
 
 class RpcClient:
-    """Calls one peer.
+    """A client that calls one peer.
 
-    name: of the caller or the connection, in errors; resolve: the peer's address, or a function asked before each call
-    and while calls wait, that gives None as long as the peer has no address; credentials: of this process, None for
-    plain text; expects: the roles that may answer, none for any; max_message: most bytes of a message with its frames.
+    name: of the caller or the connection, in errors; resolve: the peer's address, or a function that returns it or None
+    (called before each call and while calls wait); credentials: of this process, None for plain text; expects: the
+    roles that may answer, empty for any; max_message: maximum bytes of a message with its frames.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class RpcClient:
     ) -> None:
         self.name = name
         if isinstance(resolve, str):
-            host_and_port(resolve)  # a ManifestError where it is none
+            host_and_port(resolve)  # raises ManifestError if it is not an address
         self._resolve = resolve if callable(resolve) else lambda: resolve
         self._credentials = credentials
         self._expects = expects
@@ -240,32 +241,31 @@ class RpcClient:
     async def call(
         self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
     ) -> R:
-        """Call ``method`` and give its reply; ``call_frames`` says the errors."""
+        """Call ``method`` and return the reply. ``call_frames`` lists the errors."""
         answer, _ = await self.call_frames(method, request, reply, timeout=timeout, frames=frames)
         return answer
 
     async def call_frames(
         self, method: str, request: Struct, reply: type[R], *, timeout: float, frames: Sequence[Buffer] = ()
     ) -> tuple[R, list[memoryview]]:
-        """Call ``method`` with ``request`` and ``frames``; give the reply and its frames, which are writable.
+        """Call ``method`` with ``request`` and ``frames``; return the reply and its frames, which are writable.
 
-        timeout: seconds that all of it may take, finding and reaching the peer included. Frames of 64 KiB and more are
-        sent from where they lie: they must not change any more, even when the call was given up.
-        Raises DeadlineExceeded when no answer came in time, PeerLost when the connection broke under the call,
-        ProtocolError when an answer cannot be read or the call is too large, and whatever AsyncFlowError the handler
-        raised (RemoteError for any other exception of it).
+        timeout: seconds for the whole call, including finding and connecting to the peer. Frames of at least 64 KiB
+        are sent without a copy: they must never change afterwards, not even after a timeout. Raises DeadlineExceeded if
+        no reply came in time, PeerLost if the connection broke during the call, ProtocolError if the reply cannot be
+        read or the call is too large, and the AsyncFlowError of the handler (RemoteError for its other exceptions).
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         body = framing.encode_request(method, request)
         framing.check_size("the call of", method, body, frames, limit=self._max_message)
-        link = self._current() or await self._found(method, timeout, deadline)
+        link = self._current() or await self._wait_for_link(method, timeout, deadline)
         future: asyncio.Future[Answered] = loop.create_future()
         call = next(self._ids)
         expiry = loop.call_at(deadline, self._expire, link, future, method, timeout)
         link.waiting[call] = future
         try:
-            self._keep_watch()
+            self._watch_address()
             left = min(max(deadline - time.monotonic(), _SHORTEST_S), framing.MAX_TIMEOUT)
             link.send(call, [framing.encode(framing.Call(call, method, left, len(frames))), body, *frames])
             answer, out = await future
@@ -279,17 +279,17 @@ class RpcClient:
             raise ProtocolError(what, where=link.address) from wrong
 
     async def close(self) -> None:
-        """Close the connection; calls in flight raise PeerLost, later ones too."""
+        """Close the connection. Pending calls and calls made afterwards raise PeerLost."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
         if self._link is not None:
             self._link.close("this client was closed")
             self._link = None
-        await asyncio.sleep(0)  # in which the event loop closes the sockets
+        await asyncio.sleep(0)  # lets the event loop close the sockets
 
     def _current(self) -> Link | None:
-        """Return the connection to the address that holds now; None while the peer has no address."""
+        """Return the connection to the peer's current address; None while the peer has no address."""
         if self._closed:
             raise PeerLost("this client was closed", where=self.name)
         address = self._resolve()
@@ -308,14 +308,14 @@ class RpcClient:
             )
         return self._link
 
-    async def _found(self, method: str, timeout: float, deadline: float) -> Link:
+    async def _wait_for_link(self, method: str, timeout: float, deadline: float) -> Link:
         """Wait until the peer has an address, and return the connection to it."""
         while (link := self._current()) is None:
             if (left := deadline - time.monotonic()) <= 0:
                 raise DeadlineExceeded(
-                    f"{method} was not begun within {timeout:g} s: the peer has no address yet",
+                    f"{method} was not sent within {timeout:g} s: the peer has no address yet",
                     where=self.name,
-                    hint="See whether that role runs and has registered",
+                    hint="Check whether that role runs and has registered",
                 )
             await asyncio.sleep(min(left, _RESOLVE_S))
         return link
@@ -330,13 +330,13 @@ class RpcClient:
             self._link = None
         link.close(why)
 
-    def _keep_watch(self) -> None:
-        """See to it that the resolver is asked again while calls wait: the peer may have moved."""
+    def _watch_address(self) -> None:
+        """Query the resolver regularly while calls wait, because the peer may have moved."""
         if self._watch is None and not self._closed:
-            self._watch = asyncio.get_running_loop().call_later(_RESOLVE_S, self._ask_again)
+            self._watch = asyncio.get_running_loop().call_later(_RESOLVE_S, self._check_address)
 
-    def _ask_again(self) -> None:
+    def _check_address(self) -> None:
         self._watch = None
         if self._link is not None and self._link.waiting:
             self._current()
-            self._keep_watch()
+            self._watch_address()

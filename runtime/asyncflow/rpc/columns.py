@@ -1,14 +1,15 @@
-"""Columns of a batch: their dtypes, their rows in memory, and how they cross a socket.
+"""Columns of a batch: their dtypes, their rows in memory, and their encoding on the wire.
 
-A ``Jagged`` has rows of different lengths, one after another in one flat array, never padded. On the wire a batch is
-one frame with everything small, then one for each large column. The first frame holds the lengths of all rows, column
-after column (uint32), then the values of the columns of less than ``LARGE`` bytes. Everything is little-endian. The
-header says names, forms and numbers of values. Neither side copies a large column: the frame is the array.
+A ``Jagged`` stores rows of different lengths one after another in one flat array, without padding. On the wire a batch
+is one frame with all small data, followed by one frame for each large column. The first frame holds the lengths of all
+rows, column by column (uint32), then the values of the columns of less than ``LARGE`` bytes. All values are
+little-endian. The header holds names, dtypes, inner shapes and numbers of values. Neither side copies a large column:
+the frame is the array.
 
-Invariants: what is not in ``DTYPES`` crosses no socket, and no byte that came is ever run; a ``Jagged`` that exists is
-whole: its offsets rise from nothing to all its values, and cut them into rows of the shape that it names;
-``decode_batch`` gives either exactly what ``encode_batch`` was given, or a ProtocolError; no size in a header is
-believed before the bytes that came agree with it.
+Invariants: only dtypes in ``DTYPES`` cross a socket, and received bytes are never executed; every ``Jagged`` is
+consistent: its offsets rise from 0 to the number of values and divide them into rows of the shape that it names;
+``decode_batch`` either returns exactly the input of ``encode_batch`` or raises ProtocolError; a size in a header is not
+used before it was compared with the received bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from msgspec import Meta, Struct
 from asyncflow.errors import ProtocolError
 
 BFLOAT16 = "bfloat16"
-"""Name of the dtype that numpy lacks: its values travel and lie in memory as their uint16 bits."""
+"""Name of the dtype that numpy lacks: its values are stored and sent as their uint16 bits."""
 TEXT, BYTES, OBJECT = "text", "bytes", "object"
-"""Dtypes of Python values, which lie as uint8: UTF-8, the bytes themselves, and msgpack of plain data."""
+"""Dtypes of Python values, which are stored as uint8: UTF-8, the bytes themselves, and msgpack of plain data."""
 
 _PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN}
@@ -35,19 +36,19 @@ DTYPES["bool"] = np.dtype(np.bool_)
 _NAMES = {stored: name for name, stored in DTYPES.items()}
 DTYPES[BFLOAT16] = np.dtype("<u2")
 DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
-"""The dtypes that may cross a socket, by name, and how their values lie in memory."""
+"""The dtypes that may cross a socket: numpy's dtype of the stored values, by name."""
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return ``dtype.name``, which numpy makes of pieces each time."""
+    """Return ``dtype.name``, without the cost of numpy's own computation of it."""
     return _NAMES.get(dtype) or dtype.name
 
 
 Array: TypeAlias = npt.NDArray[Any]
 Offsets: TypeAlias = npt.NDArray[np.int64]
 Inner: TypeAlias = tuple[int, ...] | None
-"""Shape of a row without its first axis: ``()`` where rows are 1-D, ``(3, 4)`` where they are [n, 3, 4], None where
-they are single values without any axis."""
+"""Shape of a row without its first axis: ``()`` if rows are 1-D, ``(3, 4)`` if they are [n, 3, 4], None if they are
+single values without any axis."""
 
 _OFFSET = 8
 
@@ -56,10 +57,10 @@ class Jagged:
     """Rows of one column.
 
     values: 1-D array of all values; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``;
-    dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
-    Raises ValueError where they do not fit together.
+    dtype: name in ``DTYPES``, by default the dtype of ``values`` (required for dtypes that numpy lacks); inner: see
+    ``Inner``. lengths: number of values of each row, int64 [rows]. The values are stored contiguously.
 
-    Inside, the values lie one after another; lengths: number of values of each row, int64 [rows].
+    Raises ValueError if the arguments do not fit together.
     """
 
     __slots__ = ("_offsets", "dtype", "inner", "lengths", "values")
@@ -79,41 +80,41 @@ class Jagged:
         self.check_shape()
 
     def check_shape(self) -> None:
-        """Raise ValueError where the rows are not of the shape that ``inner`` says."""
+        """Raise ValueError if the rows do not have the shape in ``inner``."""
         if self.inner == ():
             return
         if self.dtype in (TEXT, BYTES, OBJECT):
-            raise ValueError(f"a row of dtype {self.dtype} has no inner shape, so not {self.inner}")
+            raise ValueError(f"a row of dtype {self.dtype} has no inner shape, so {self.inner} is not allowed")
         if self.inner is None:
             if self.values.size != len(self) or bool((self.lengths != 1).any()):
                 raise ValueError(f"{len(self)} rows without an axis hold {self.values.size} values")
             return
         if min(self.inner) < 1:
-            raise ValueError(f"a row of inner shape {self.inner} holds nothing")
+            raise ValueError(f"a row of inner shape {self.inner} has no values")
         width, size = math.prod(self.inner), self.values.size
         if size and (width > size or bool((self.offsets % width).any())):
             raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
 
     @classmethod
     def trusted(cls, values: Array, lengths: Offsets, dtype: str, inner: Inner = ()) -> Jagged:
-        """Make a column of what is known to fit together, without looking."""
-        made = object.__new__(cls)
-        made.values, made.dtype, made.inner = values, dtype, inner
-        made.lengths, made._offsets = lengths, None
-        return made
+        """Make a column of arguments that are known to fit together, without a check."""
+        column = object.__new__(cls)
+        column.values, column.dtype, column.inner = values, dtype, inner
+        column.lengths, column._offsets = lengths, None
+        return column
 
     @classmethod
     def checked(cls, values: Array, lengths: Offsets, dtype: str, inner: Inner) -> Jagged:
-        """Make a column of ``lengths`` that are known to fit. Raises ValueError where ``inner`` does not."""
-        made = cls.trusted(values, lengths, dtype, inner)
-        made.check_shape()
-        return made
+        """Make a column with ``lengths`` that are known to fit. Raises ValueError if ``inner`` does not fit."""
+        column = cls.trusted(values, lengths, dtype, inner)
+        column.check_shape()
+        return column
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: str | npt.DTypeLike, *, inner: Inner = ()) -> Jagged:
-        """Make a column of ``rows``, arrays of the shape that ``inner`` says; ``queue.values`` makes the others.
+        """Make a column of ``rows``, arrays of the shape that ``inner`` describes. For other rows see ``queue.values``.
 
-        Arrays are cast to ``dtype``, which is a name or numpy's type.
+        The arrays are cast to ``dtype``, a name or a numpy dtype.
         """
         name = dtype if isinstance(dtype, str) else name_of(np.dtype(dtype))
         if name not in DTYPES or name in (TEXT, BYTES, OBJECT):
@@ -125,7 +126,7 @@ class Jagged:
 
     @classmethod
     def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
-        """Put the rows from start to stop of each column of ``runs`` (at least one, all of one form) one after another.
+        """Concatenate the rows from start to stop of each column of ``runs`` (at least one, all of one form).
 
         A single run shares its column's memory.
         """
@@ -144,11 +145,11 @@ class Jagged:
 
     @property
     def offsets(self) -> Offsets:
-        """Where rows begin, and the last one ends: int64 [rows + 1]."""
+        """Start of each row, and end of the last one: int64 [rows + 1]."""
         if self._offsets is None:
             offsets = np.zeros(len(self) + 1, np.int64)
             self.lengths.cumsum(out=offsets[1:])
-            self._offsets = offsets  # other threads see it whole
+            self._offsets = offsets  # assigned last: other threads must not see it incomplete
         return self._offsets
 
     def row(self, index: int) -> Array:
@@ -174,7 +175,7 @@ class Jagged:
 
     @property
     def form(self) -> str:
-        """Dtype and inner shape in a word, as "float32", "float32[3,4]" or "float32 scalar"."""
+        """Dtype and inner shape as text, such as "float32", "float32[3,4]" or "float32 scalar"."""
         if self.inner is None:
             return f"{self.dtype} scalar"
         return f"{self.dtype}[{','.join(map(str, self.inner))}]" if self.inner else self.dtype
@@ -191,7 +192,7 @@ class Jagged:
         return self.values.nbytes + (len(self) + 1) * _OFFSET
 
     def __eq__(self, other: object) -> bool:
-        """Equal when form, row lengths and the bits of all values are (so that a NaN equals itself)."""
+        """Return whether form, row lengths and the bits of all values are equal (so a NaN equals itself)."""
         if not isinstance(other, Jagged):
             return NotImplemented
         same_shape = self.form == other.form and np.array_equal(self.offsets, other.offsets)
@@ -215,7 +216,7 @@ def _values(column: Jagged, start: int, stop: int) -> Array:
 
 def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
     if dtype == BFLOAT16 and isinstance(row, np.ndarray) and row.dtype != DTYPES[BFLOAT16]:
-        raise ValueError(f"a bfloat16 row is given by its uint16 bits, not by {row.dtype}")
+        raise ValueError(f"a bfloat16 row must be given as uint16 bits, not as {row.dtype}")
     array = np.asarray(row, dtype=DTYPES[dtype])
     if inner is None:
         if array.ndim:
@@ -230,7 +231,7 @@ T = TypeVar("T")
 
 
 def batches(things: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Yield ``most`` things at a time, at the end those that are left."""
+    """Yield lists of ``most`` things; the last one holds the rest."""
     left = iter(things)
     while batch := list(islice(left, most)):
         yield batch
@@ -239,7 +240,7 @@ def batches(things: Iterable[T], most: int) -> Iterator[list[T]]:
 def weighed_batches(
     things: Iterable[T], weigh: Callable[[T], int], *, heaviest: int, most: int | None = None
 ) -> Iterator[list[T]]:
-    """Yield batches that weigh at most ``heaviest``, of at most ``most`` things; what is heavier alone stands alone."""
+    """Yield batches of at most ``most`` things and a total weight of at most ``heaviest``; a heavier thing is alone."""
     batch: list[T] = []
     total = 0
     for thing in things:
@@ -256,7 +257,7 @@ def weighed_batches(
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 LARGE = 64 * 1024
-"""Bytes from which on a column has a frame of its own."""
+"""Columns of at least this many bytes have a frame of their own."""
 MAX_COLUMNS = 4096
 _LENGTH = np.dtype("<u4")
 _LONGEST = (1 << 32) - 1
@@ -265,7 +266,7 @@ _Extent = Annotated[int, Meta(ge=1, le=1 << 48)]
 
 
 class ColumnHeader(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One column of a batch: its name, dtype and inner shape (see ``Jagged``), and how many values it has."""
+    """One column of a batch: its name, dtype and inner shape (see ``Jagged``), and its number of values."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     dtype: str
@@ -274,7 +275,7 @@ class ColumnHeader(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BatchHeader(Struct, frozen=True, kw_only=True):
-    """Content of the frames of a batch: the number of rows, and the columns in the order of their values."""
+    """Description of the frames of a batch: the number of rows, and the columns in the order of their values."""
 
     rows: _Count
     columns: Annotated[list[ColumnHeader], Meta(max_length=MAX_COLUMNS)]
@@ -283,7 +284,7 @@ class BatchHeader(Struct, frozen=True, kw_only=True):
 def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffer]]:
     """Return header and frames of ``columns``, which must all have the same number of rows (ValueError otherwise).
 
-    Frames of large columns are the columns' own memory: it must not change until they were sent.
+    Frames of large columns are the columns' own memory, which must not change until they were sent.
     """
     counts = set(map(len, columns.values()))
     if len(counts) > 1:
@@ -308,8 +309,8 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:
     """Return the columns that ``header`` and ``frames`` describe, as writable arrays.
 
-    Large ones share the memory of frames that can be written to. max_bytes: most bytes that all frames together may
-    hold. Raises ProtocolError where anything disagrees.
+    Large columns share the memory of writable frames. max_bytes: maximum total bytes of the frames. Raises
+    ProtocolError if header and frames do not agree.
     """
     dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
     sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
@@ -333,25 +334,25 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
 
 
 def _unknown(column: ColumnHeader) -> NoReturn:
-    raise ProtocolError(f"dtype {column.dtype!r} is not one that may cross a socket", where=_where(column))
+    raise ProtocolError(f"dtype {column.dtype!r} may not cross a socket", where=_where(column))
 
 
-def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> int:
-    """Return how many bytes of the first frame are lengths; a ProtocolError where the frames cannot hold the rows."""
-    if sum(came) > max_bytes:
-        raise ProtocolError(f"a batch of {sum(came)} bytes came where {max_bytes} are allowed", where="batch")
+def _check_frames(header: BatchHeader, sizes: Sequence[int], frame_sizes: Sequence[int], max_bytes: int) -> int:
+    """Return the bytes of the lengths in the first frame. Raises ProtocolError if the frames cannot hold the rows."""
+    if sum(frame_sizes) > max_bytes:
+        raise ProtocolError(f"a batch has {sum(frame_sizes)} bytes, but at most {max_bytes} are allowed", where="batch")
     if not sizes and header.rows:
         raise ProtocolError(f"a batch of {header.rows} rows has no column", where="batch")
     large = [size for size in sizes if size >= LARGE]
     lengths = len(sizes) * header.rows * _LENGTH.itemsize
-    if not came or came[0] != lengths + sum(sizes) - sum(large) or list(came[1:]) != large:
-        what = f"frames of {list(came)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
+    if not frame_sizes or frame_sizes[0] != lengths + sum(sizes) - sum(large) or list(frame_sizes[1:]) != large:
+        what = f"frames of {list(frame_sizes)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
         raise ProtocolError(what, where="batch")
     return lengths
 
 
 def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets:
-    """Return for each column the lengths of its rows, which are known to be right."""
+    """Return the lengths of the rows of each column. Raises ProtocolError if they do not fit the header."""
     table = np.frombuffer(frame, _LENGTH).astype(np.int64).reshape(len(header.columns), header.rows)
     for column, values in zip(header.columns, table.sum(1).tolist(), strict=True):
         if column.values != values:
@@ -361,7 +362,7 @@ def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets:
 
 def _column(header: ColumnHeader, values: Array, lengths: Offsets) -> Jagged:
     if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
-        raise ProtocolError("a truth value is neither 0 nor 1", where=_where(header))
+        raise ProtocolError("a boolean value is neither 0 nor 1", where=_where(header))
     try:
         return Jagged.checked(values, lengths, header.dtype, header.inner)
     except ValueError as wrong:

@@ -1,8 +1,8 @@
-"""One connection in an asyncio loop: messages both ways over a transport, which sees to the socket and to TLS.
+"""One connection in an asyncio loop: messages in both directions over a transport, which handles the socket and TLS.
 
-Invariants: nothing here ever blocks the loop, and no peer keeps it for more than one read at a time; a connection that
-broke, or on which a message could not be sent whole, is never used again; what lies in the transport beside the
-messages here is a few pieces; a process that receives asks the kernel for new pages only where it grows.
+Invariants: this module never blocks the loop, and no peer occupies the loop for more than one read at a time; a
+connection that broke, or on which a message could not be sent completely, is never used again; at most a few chunks are
+buffered in the transport; a receiving process requests new pages from the kernel only while its memory use grows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from asyncflow.rpc.shm import Arenas
 
 GREETING_S = 10.0
-"""Seconds in which a peer must have shaken hands and greeted."""
+"""Seconds within which a peer must complete the TLS handshake and send its greeting."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT, _LARGEST_KEPT = 256 << 20, 32 << 20
 _LOST_MS = 25_000
 
 
 @functools.cache
-def _keep_freed() -> None:
-    """Make the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
+def _keep_freed_memory() -> None:
+    """Make the allocator keep freed memory: getting a page from the kernel takes as long as receiving its bytes.
 
-    Threads that come later share one arena, since of those of their own they give back whole heaps.
+    Threads created afterwards share one arena, because arenas of their own would return whole heaps to the kernel.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -42,36 +42,36 @@ def _keep_freed() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
-def tune(made: sockets.socket) -> None:
-    """Make a connection send at once what it is given, and notice within 25 s that a host vanished."""
-    if made.family == sockets.AF_UNIX:
+def tune(sock: sockets.socket) -> None:
+    """Make a connection send data without delay, and detect within 25 s that a host disappeared."""
+    if sock.family == sockets.AF_UNIX:
         return
-    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # asyncio leaves out sockets made without a protocol
-    made.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
-    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
-    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5)
-    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3)
-    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
+    sock.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # asyncio omits it for sockets without a protocol
+    sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    sock.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
+    sock.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5)
+    sock.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3)
+    sock.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
 
 
 async def first_bytes(caller: sockets.socket) -> None:
-    """Wait until a caller has sent something: until then it costs no more than its socket."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(caller, came.set)
+    """Wait for the first bytes of a caller. Until then it costs no more than its socket."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(caller, readable.set)
     try:
-        await came.wait()
+        await readable.wait()
     finally:
         loop.remove_reader(caller)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, whose first message is a greeting. Messages wait until the greetings are exchanged.
+    """One connection, whose first message is a greeting. Messages wait until both greetings are exchanged.
 
-    most: bytes of one message; arenas: memory that both sides share, which this owns.
+    most: maximum bytes of one message; arenas: memory shared by both sides, which the connection closes.
     """
 
     def __init__(self, *, most: int, arenas: Arenas | None) -> None:
-        _keep_freed()
+        _keep_freed_memory()
         self.closed = False
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outbox = Outbox(put=arenas.outgoing.put if arenas is not None else None)
@@ -82,36 +82,36 @@ class Connection(asyncio.BufferedProtocol):
         self._blocked = False
 
     def greet(self, parts: list[memoryview]) -> None:
-        """Take in the peer's greeting. Raises ProtocolError where it goes no further."""
+        """Check the peer's greeting. Raises ProtocolError if the connection cannot be used."""
         raise NotImplementedError
 
     def received(self, messages: list[list[memoryview]]) -> None:
-        """Take in messages."""
+        """Handle messages."""
         raise NotImplementedError
 
     def lost(self, why: AsyncFlowError) -> None:
-        """Learn that the connection broke after the greetings."""
+        """Handle a connection that broke after the greetings."""
         raise NotImplementedError
 
     @property
     def tls(self) -> ssl.SSLObject | None:
-        """The TLS of this connection; None where none is spoken, or it is gone."""
+        """TLS object of this connection; None without TLS, or after the connection broke."""
         found: ssl.SSLObject | None = self._transport and self._transport.get_extra_info("ssl_object")
         return found
 
-    def say(self, greeting: bytes) -> None:
-        """Send this side's greeting, unless the connection is gone: uvloop tells of that before who dialled goes on."""
+    def send_greeting(self, greeting: bytes) -> None:
+        """Send this side's greeting unless the connection is lost, which uvloop reports before dialling completes."""
         if not self.closed:
             self._transport.write(greeting)
 
     def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Send a message after those before it; ``key`` names it."""
+        """Send a message after the earlier ones; ``key`` identifies it."""
         if not self.closed:
             self.outbox.push(key, parts)
             self.flush()
 
     def flush(self) -> None:
-        """Send what the transport takes now; the rest follows when it takes more."""
+        """Send as much as the transport accepts now; the rest follows when it accepts more."""
         if not self.greeted.done():
             return
         try:
@@ -123,11 +123,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle(self) -> bool:
-        """True when all messages went."""
+        """True if all messages were sent."""
         return not self._blocked and self.outbox.idle
 
     def fail(self, why: AsyncFlowError) -> None:
-        """Close the connection because of an error of it."""
+        """Close the connection because of an error."""
         if not self.closed:
             greeted = self.greeted
             if not greeted.done():
@@ -138,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.lost(why)
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         if not self.closed:
             self.closed = True
             self.greeted.cancel()
@@ -150,35 +150,35 @@ class Connection(asyncio.BufferedProtocol):
                 self._arenas.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Make the transport say as soon as it does not take all at once."""
+        """Configure the transport to pause writing as soon as it buffers any bytes."""
         self._transport = transport
         self._transport.set_write_buffer_limits(high=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the connection is gone."""
-        self.fail(PeerLost(f"the connection to the peer broke: {exc or 'it hung up'}"))
+        """Fail the connection."""
+        self.fail(PeerLost(f"the connection to the peer broke: {exc or 'the peer closed it'}"))
         self._transport = None
 
     def eof_received(self) -> None:
-        """Close the connection: who sends no more is gone."""
+        """Close the connection: a peer that closes its sending side has ended."""
         self.connection_lost(None)
 
     def pause_writing(self) -> None:
-        """Send nothing more for now."""
+        """Pause sending."""
         self._blocked = True
 
     def resume_writing(self) -> None:
-        """Send more."""
+        """Resume sending."""
         self._blocked = False
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the memory for what comes next."""
+        """Return the memory for the next received bytes."""
         del sizehint
         return self._inbox.room()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take in what came."""
+        """Handle the received bytes."""
         try:
             messages = self._inbox.took(nbytes)
             if messages and not self.greeted.done():
@@ -191,4 +191,4 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolError as wrong:
             self.fail(wrong)
         except MemoryError:
-            self.fail(ProtocolError("there is no memory for what a peer wants to send"))
+            self.fail(ProtocolError("there is not enough memory for a message of the peer"))

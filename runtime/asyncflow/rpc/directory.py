@@ -1,14 +1,14 @@
-"""Soft membership: the members of a job now, kept by the process that all dial (the driver, or a queue's controller).
+"""Soft membership: the current members of a job, kept by the driver or by a queue's controller, which all others dial.
 
-The registry is pure and has an injected clock: ``register``, ``heartbeat``, ``leave`` and ``sweep`` are its events;
-``attach`` connects it to a server and a clock that ticks. Only a heartbeat that waits for its answer needs a running
-loop. Nothing is stored: a restarted directory is empty, answers the first heartbeat of everybody with ``known=False``,
-and so learns all members anew within one heartbeat. An incarnation (uuid hex) names one run of one process for ever,
-and is its worker id everywhere.
+The registry is pure and has an injected clock. Its events are ``register``, ``heartbeat``, ``leave`` and ``sweep``.
+``attach`` connects it to a server and a real clock. Only a parked heartbeat needs a running loop. Nothing is stored: a
+restarted directory is empty, answers the first heartbeat of every member with ``known=False``, and so learns all
+members again within one heartbeat. An incarnation (uuid hex) identifies one run of one process permanently, and is its
+worker id everywhere.
 
-Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or is of an older attempt,
-never comes back (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; who
-answers no calls costs others nothing; time in which the directory itself did not run is nobody's silence.
+Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or has an older attempt,
+never returns (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; a member
+without an address costs its peers nothing; time in which the directory itself did not run never counts as silence.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 100_000
 _PACE_S = 0.001
-"""Seconds for each member of a role, between two heartbeats of one that has something to say before it is time."""
+"""Seconds per member of a role, between two early heartbeats of a member whose status changed."""
 
 
 @dataclass
 class _Entry:
-    """A member. told: its directives, as it heard them last; parked: its heartbeat that is not answered yet."""
+    """A member. sent: the directives last sent to it; parked: its heartbeat that is not answered yet."""
 
     member: Member
     seen: float
     status: Status = field(default_factory=dict)
-    told: Directives | None = None
+    sent: Directives | None = None
     parked: _Parked | None = None
 
 
 class _Parked(NamedTuple):
-    """A heartbeat, its answer to come, and when that comes at the latest."""
+    """A heartbeat that waits, its future answer, and the timer of the latest time of the answer."""
 
     beat: Beat
     answer: asyncio.Future[Beaten]
@@ -66,16 +66,15 @@ class _Parked(NamedTuple):
 
 
 class Directory:
-    """Knows the members of a job.
+    """The registry of the members of a job.
 
-    heartbeat_s: how often members report; lost_after_s: how long one may be silent; clock: monotonic seconds.
-    on_join, on_leave: lists of functions that are called in order, at once; directives: what is wanted of a member;
-    held: called with the incarnation of a subscriber and what it holds, returns what of that is unknown.
+    heartbeat_s: interval of the heartbeats; lost_after_s: silence after which a member is removed; clock: monotonic
+    seconds. on_join, on_leave: functions that are called in order, synchronously; directives: returns the directives
+    for a member; held: called with the incarnation of a subscriber and its holdings, returns the unknown holdings.
 
-    A heartbeat is answered when there is something new, a broadcast for subscribers or by ``answer_all``, else after
-    ``heartbeat_s``. It may come again after a millisecond for each member of its role, at most ``heartbeat_s``: so what
-    is new reaches a small fleet, and comes from it, at once, while a large one costs no more calls than its heartbeats,
-    and slows down no other.
+    A heartbeat is answered when there is a change, a broadcast for subscribers, or a call of ``answer_all``, otherwise
+    after ``heartbeat_s``. The next one may follow after a millisecond per member of its role, at most ``heartbeat_s``.
+    So changes travel immediately in a small job, and a large job makes no more calls than its regular heartbeats.
     """
 
     def __init__(
@@ -100,37 +99,37 @@ class Directory:
         self._sweeper: asyncio.Task[None] | None = None
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return the members (of ``role``), ordered by role and index."""
+        """Return the members (of ``role``, if given), ordered by role and index."""
         return [self._entries[place].member for place in sorted(self._entries) if role in (None, place[0])]
 
     def peers(self) -> list[Member]:
-        """Return the members that answer calls: those of whom all are told."""
+        """Return the members that answer calls: the list that all members receive."""
         return [member for member in self.members() if member.address]
 
     def member(self, incarnation: str) -> Member | None:
-        """Return the member that ``incarnation`` is now, if it is one."""
+        """Return the member with this incarnation; None if there is none."""
         place = self._places.get(incarnation)
         return None if place is None else self._entries[place].member
 
     def status(self, incarnation: str) -> Status:
-        """Return what the member said of itself last; empty if nothing, or if it is no member."""
+        """Return the latest status that the member reported; empty if there is none, or if it is not a member."""
         place = self._places.get(incarnation)
         return {} if place is None else self._entries[place].status
 
     def silent_s(self, incarnation: str) -> float | None:
-        """Return the seconds since the member was heard last; None if it is no member."""
+        """Return the seconds since the member's last heartbeat; None if it is not a member."""
         place = self._places.get(incarnation)
         return None if place is None else self._clock() - self._entries[place].seen
 
     def register(self, member: Member) -> Registered:
-        """Take ``member`` in, in place of an earlier incarnation of its (role, index).
+        """Add ``member``, replacing an earlier incarnation of its (role, index).
 
-        Raises Fenced where it was itself replaced before, or is of an older attempt than the member in its place.
+        Raises Fenced if it was itself replaced before, or if its attempt is older than the current member's.
         """
         place = (member.role, member.index)
         old = self._entries.get(place)
         if member.incarnation in self._replaced or (old is not None and member.attempt < old.member.attempt):
-            hint = "This process must end: another one does its work"
+            hint = "This process must end: another process has replaced it"
             raise Fenced(f"{member} was replaced by a newer incarnation", where="directory", hint=hint)
         if self._places.get(member.incarnation, place) != place:
             raise Fenced(f"incarnation {member.incarnation} is already {self.member(member.incarnation)}")
@@ -157,18 +156,18 @@ class Directory:
         )
 
     def heartbeat(self, beat: Beat) -> Beaten | asyncio.Future[Beaten]:
-        """Note that a member lives, and answer with what it does not know yet, as soon as there is something."""
+        """Record a heartbeat, and answer with the changes that the member does not know, as soon as there are any."""
         place = self._places.get(beat.incarnation)
         if place is None:
             return Beaten(known=False)
         entry = self._entries[place]
         entry.seen, entry.status = self._clock(), beat.status
         subscribes = beat.heard is not None
-        unknown = self.held(beat.incarnation, beat.holds) if subscribes else ()  # which may make a broadcast
+        unknown = self.held(beat.incarnation, beat.holds) if subscribes else ()  # this may cause a broadcast
         answer = self._answer(entry, beat, unknown=unknown)
         self._release(entry)
-        if answer.broadcast or answer.unknown or answer.peers is not None or answer.directives != entry.told:
-            entry.told = answer.directives
+        if answer.broadcast or answer.unknown or answer.peers is not None or answer.directives != entry.sent:
+            entry.sent = answer.directives
             return answer
         loop = asyncio.get_running_loop()
         expiry = loop.call_later(self.heartbeat_s, self._release, entry)
@@ -176,27 +175,27 @@ class Directory:
         return entry.parked.answer
 
     def broadcast(self, document: bytes) -> None:
-        """Send all subscribers a document, encoded by msgpack, in place of the one before."""
+        """Send all subscribers a document, encoded by msgpack, which replaces the previous one."""
         self._broadcast = self._broadcast[0] + 1, Raw(document)
         for entry in self._entries.values():
             if entry.parked is not None and entry.parked.beat.heard is not None:
                 self._release(entry)
 
     def answer_all(self) -> None:
-        """Answer all heartbeats that wait: directives have changed, or what members say next is wanted now."""
+        """Answer all parked heartbeats, because directives changed or fresh reports of the members are needed."""
         for entry in self._entries.values():
             self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
-        """Answer the heartbeat of a member that is parked, if there is one."""
+        """Answer the parked heartbeat of a member, if there is one."""
         parked, entry.parked = entry.parked, None
         if parked is None:
             return
         parked.expiry.cancel()
         if not parked.answer.done():
-            there = parked.beat.incarnation in self._places
-            answer = self._answer(entry, parked.beat) if there else Beaten(known=False)
-            entry.told = answer.directives
+            is_member = parked.beat.incarnation in self._places
+            answer = self._answer(entry, parked.beat) if is_member else Beaten(known=False)
+            entry.sent = answer.directives
             parked.answer.set_result(answer)
 
     def _answer(self, entry: _Entry, beat: Beat, *, unknown: tuple[int, ...] = ()) -> Beaten:
@@ -212,13 +211,13 @@ class Directory:
         )
 
     def leave(self, incarnation: str, reason: str) -> None:
-        """Remove a member; nothing happens if it is none."""
+        """Remove a member; do nothing if it is not a member."""
         place = self._places.get(incarnation)
         if place is not None:
             self._remove(place, reason)
 
     def sweep(self) -> list[Member]:
-        """Remove and return all who were silent for ``lost_after_s``; to be called about every ``heartbeat_s``."""
+        """Remove and return all members silent for ``lost_after_s``. Call it about every ``heartbeat_s``."""
         now = self._clock()
         asleep = max(0.0, now - self._swept - 2 * self.heartbeat_s)
         self._swept = now
@@ -233,12 +232,12 @@ class Directory:
         return members
 
     def attach(self, server: RpcServer) -> None:
-        """Serve members through ``server`` and sweep from the running loop, until ``close``."""
+        """Serve members through ``server`` and sweep in the running loop, until ``close``."""
         server.route(REGISTER, Member, lambda member, _: self.register(member))
         server.route(HEARTBEAT, Beat, lambda beat, _: self.heartbeat(beat))
         server.route(LEAVE, Leave, lambda request, _: self.leave(request.incarnation, request.reason))
         self._swept = self._clock()
-        self._sweeper = asyncio.get_running_loop().create_task(self._sweep_for_ever(), name="directory sweep")
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep_periodically(), name="directory sweep")
 
     async def close(self) -> None:
         """Stop sweeping."""
@@ -257,7 +256,7 @@ class Directory:
         for notify in self.on_leave:
             notify(member, reason)
 
-    async def _sweep_for_ever(self) -> None:
+    async def _sweep_periodically(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_s / 2)
             try:

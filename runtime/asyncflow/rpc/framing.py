@@ -1,20 +1,20 @@
-"""Messages in a byte stream, without any I/O: how they are cut, the first one of each side, the headers of calls.
+"""Messages in a byte stream, without any I/O: their framing, the greetings of both sides, the headers of calls.
 
-A message of parts is one *block* (how many parts, the size of each, the bytes of the small ones), behind its length,
-then each large part. Large parts are neither joined nor copied: they are sent from where they lie and received where
-they stay. Where both sides share memory (``shm``), a block may say of a large part where it lies instead of its size:
-the highest bit is set, then come the page and, in the lowest 40 bits, the bytes. A call is a message
-``[header, body, *frames]``: header and body msgpack, frames raw bytes.
+A message of parts is one *block* (number of parts, size of each, bytes of the small ones), preceded by its length, then
+each large part. Large parts are neither joined nor copied: they are sent from the sender's memory, and received into
+their final memory. If both sides share memory (``shm``), a block may hold the location of a large part in place of its
+size: the highest bit is set, then come the page and, in the lowest 40 bits, the size in bytes. A call is a message
+``[header, body, *frames]``: header and body are msgpack, frames are raw bytes.
 
-The first message of each side says who calls, then which server answers: ``[magic, the caller's URI]`` and
-``[magic, server]``. The URI (``identity.ProcessIdentity.uri``) is empty where the caller has no certificate. Over TLS
-it must be the one that its certificate names; from a Unix socket it is believed, since the kernel says that the same
-user calls, who could read the certificates anyway. A caller that dialled another server, whose port has been used
-again, goes no further. Nothing here is a proof: that is TLS's, or the kernel's.
+The first message of each side is its greeting: ``[magic, the caller's URI]`` and ``[magic, server]``. The URI
+(``identity.ProcessIdentity.uri``) is empty if the caller has no certificate. Over TLS it must be the URI in the
+certificate. From a Unix socket it is trusted: the kernel proves that the caller runs as the same user, who could read
+the certificates anyway. A caller whose intended server has ended and left its port to another server disconnects. The
+greetings prove no identity: that is done by TLS or the kernel.
 
-Invariants: parts come out as they went in, whole messages only and in order, or the stream ends with a ProtocolError;
-no size is believed beyond ``most``, and memory is touched only by bytes that came; what lies unsent is known; whatever
-bytes come, they are a message of this protocol or an error that says what they are not.
+Invariants: messages arrive complete, unchanged and in order, or the stream ends with a ProtocolError;
+a size above ``most`` is refused, and memory is written only by received bytes; the number of unsent bytes is known; any
+received bytes result in a message of this protocol or in an error that describes the violation.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from asyncflow.rpc.columns import LARGE, Buffer
 
 SERVER_SIZE = 8
 ANYBODY = bytes(SERVER_SIZE)
-"""Stands for whichever server answers; no server is called so."""
+"""Matches any server; no server has this id."""
 
 
 def new_server() -> bytes:
-    """Return what no other server is called."""
+    """Return a new random server id."""
     return os.urandom(SERVER_SIZE)
 
 
@@ -52,20 +52,20 @@ COUNT = struct.Struct("<I")
 
 @functools.lru_cache(64)
 def table_of(count: int) -> struct.Struct:
-    """Return the beginning of the block of ``count`` parts: their number, and the size of each."""
+    """Return the format of the start of a block of ``count`` parts: their number, and the size of each."""
     return struct.Struct(f"<I{count}Q")
 
 
 _DIRECT = 1 << 14
-"""Missing bytes from which on they are received where they stay."""
+"""A large part with at least this many missing bytes is received directly into its memory."""
 _IN_SHARED_MEMORY = 1 << 63
 _SIZE_BITS = 40
 PIECE = 1 << 18
-"""Most bytes that are sent at once of a large part."""
+"""Maximum bytes of a large part that are sent in one chunk."""
 
 
 class _Staging(threading.local):
-    """Memory of each thread for bytes that do not stay there."""
+    """Memory of each thread for received bytes that are copied elsewhere."""
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(1 << 16))
@@ -78,10 +78,10 @@ Put: TypeAlias = Callable[[memoryview], int | None]
 
 
 class Inbox:
-    """Messages that come: ``room`` says where the next bytes go, ``took`` how many came. Parts own their memory.
+    """Received messages: ``room`` returns memory for the next bytes, ``took`` processes them. Parts own their memory.
 
-    most: bytes of one message, which may be changed between two; take: finds a part of so many bytes at a page of
-    shared memory.
+    most: maximum bytes of one message, which may be changed between two messages; take: returns the part of a given
+    size at a page of shared memory.
     """
 
     def __init__(self, *, most: int, take: Take | None = None) -> None:
@@ -94,12 +94,12 @@ class Inbox:
         self._direct = False
 
     def room(self) -> memoryview:
-        """Return the memory for the next bytes, which must come before this thread asks for room elsewhere."""
+        """Return the memory for the next bytes, to be filled before this thread calls ``room`` of another inbox."""
         self._direct = bool(self._missing) and len(self._missing[0]) - self._filled >= _DIRECT
         return self._missing[0][self._filled :] if self._direct else _staging.memory
 
     def took(self, count: int) -> list[list[memoryview]]:
-        """Take in ``count`` bytes that were put into ``room``, and return the messages that are whole now."""
+        """Process ``count`` bytes that were written into ``room``, and return the messages completed by them."""
         stream, begin = self._stream, 0
         if self._direct:
             self._filled += count
@@ -124,13 +124,13 @@ class Inbox:
         return whole
 
     def close(self) -> None:
-        """Release what has not come whole; nothing more comes."""
+        """Release incomplete messages; nothing more is received."""
         self._stream.clear()
         self._missing.clear()
         self._parts = []
 
     def _fill(self, begin: int) -> int:
-        """Fill large parts with what lies in the stream from ``begin`` on; return how many bytes that were."""
+        """Fill large parts with the stream from ``begin`` on; return the number of bytes used."""
         at = begin
         while self._missing:
             part = self._missing[0]
@@ -145,19 +145,19 @@ class Inbox:
         return at - begin
 
     def _block(self, begin: int) -> memoryview | None:
-        """Return the block that begins there; None where it has not come whole."""
+        """Return the block that begins at ``begin``; None if it is incomplete."""
         if len(self._stream) - begin < LENGTH.size:
             return None
         (size,) = LENGTH.unpack_from(self._stream, begin)
         if not COUNT.size <= size <= self.most + COUNT.size + 8 * MAX_PARTS:
             if is_tls(self._stream[begin:]):
                 raise ProtocolError("the peer speaks TLS, and this process has no certificate")
-            raise ProtocolError(f"a message begins with {size} bytes where {self.most} are allowed")
+            raise ProtocolError(f"a message begins with {size} bytes, but at most {self.most} are allowed")
         begin += LENGTH.size
         return memoryview(self._stream[begin : begin + size]) if len(self._stream) - begin >= size else None
 
     def _cut_up(self, block: memoryview) -> None:
-        """Begin the message that ``block`` tells of: with its small parts, and memory for the large ones."""
+        """Start the message that ``block`` describes: take its small parts, and allocate memory for the large ones."""
         (count,) = COUNT.unpack_from(block)
         at = COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
@@ -180,14 +180,14 @@ class Inbox:
         if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
         if total > self.most:
-            raise ProtocolError(f"a message of {total} bytes came where {self.most} are allowed")
+            raise ProtocolError(f"a message has {total} bytes, but at most {self.most} are allowed")
         for index in large:
             parts[index] = np.empty(sizes[index], np.uint8).data
             self._missing.append(parts[index])
 
 
 class Outbox:
-    """Messages that go, by key, in order. put: copies a large part into shared memory and returns its page, if any."""
+    """Messages to send, by key, in order. put: copies a large part to shared memory, returns its page or None."""
 
     def __init__(self, *, put: Put | None = None) -> None:
         self._put = put
@@ -200,21 +200,21 @@ class Outbox:
         return len(self._messages)
 
     def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Put a message behind the others. Its large parts must not change until they went."""
+        """Append a message. Its large parts must not change until they were sent."""
         self.withdraw(key)
         size = sum([len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts])
         self._messages[key] = parts, size
         self._waiting += size
 
     def withdraw(self, key: Hashable) -> bool:
-        """Take back a message of which nothing went yet, and say whether that was so."""
+        """Remove a message of which no byte was sent yet, and return whether it was removed."""
         if (message := self._messages.pop(key, None)) is None:
             return False
         self._waiting -= message[1]
         return True
 
     def next(self) -> Buffer | None:
-        """Return the bytes that go next, at most ``PIECE`` of a large part; None when all went."""
+        """Return the bytes to send next, at most ``PIECE`` of a large part; None if all were sent."""
         piece = next(self._extents, None) if self._extents is not None else None
         if piece is None:
             self._extents = None
@@ -225,23 +225,23 @@ class Outbox:
         return piece
 
     def close(self) -> None:
-        """Release what did not go; nothing more goes."""
+        """Release all unsent messages; nothing more is sent."""
         self._messages.clear()
         self._extents = None
         self._waiting = self._under_way = 0
 
     @property
     def idle(self) -> bool:
-        """True when all went."""
+        """True if all messages were sent."""
         return self._extents is None and not self._messages
 
     @property
     def unsent(self) -> int:
-        """The bytes that lie here, large parts included."""
+        """Number of unsent bytes, large parts included."""
         return self._waiting + self._under_way
 
     def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
-        """Return the block of a message, and the pieces of its large parts that come after it, if there are any."""
+        """Return the block of a message, and an iterator of the chunks of its large parts, None if it has none."""
         words: list[int] = []
         small: list[Buffer] = []
         large: list[memoryview] = []
@@ -268,7 +268,7 @@ class Outbox:
 
 
 def _block(words: Sequence[int], small: Sequence[Buffer]) -> bytes:
-    """Return a block, behind its length. words: what it says of each part."""
+    """Return a block, preceded by its length. words: the entry of each part in the block's table."""
     table = table_of(len(words)).pack(len(words), *words)
     rest = b"".join(small)
     return b"".join([LENGTH.pack(len(table) + len(rest)), table, rest])
@@ -277,51 +277,51 @@ def _block(words: Sequence[int], small: Sequence[Buffer]) -> bytes:
 _MAGIC = b"AFh5"
 _TLS = b"\x16\x03"
 LONGEST_GREETING = 512
-"""Most bytes of the first message of a peer."""
+"""Maximum bytes of a greeting."""
 
 
-def is_tls(came: bytes | bytearray) -> bool:
-    """Return whether a peer begins with a handshake of TLS."""
-    return came.startswith(_TLS)
+def is_tls(received: bytes | bytearray) -> bool:
+    """Return whether the received bytes start a TLS handshake."""
+    return received.startswith(_TLS)
 
 
 def hello(process: ProcessIdentity | None) -> bytes:
-    """Return what a caller says. Raises ProtocolError where its name is too long to be said."""
+    """Return the greeting of a caller. Raises ProtocolError if its name is too long."""
     uri = process.uri.encode() if process is not None else b""
     if len(uri) > LONGEST_GREETING // 2:
-        raise ProtocolError(f"{process} of job {process and process.job} has too long a name")
+        raise ProtocolError(f"the name of {process} of job {process and process.job} is too long")
     return _block([len(_MAGIC), len(uri)], [_MAGIC, uri])
 
 
 def caller(parts: Sequence[memoryview]) -> ProcessIdentity | None:
-    """Return who says to call; None where it does not say. Raises ProtocolError where it is no part of this."""
+    """Return the caller that a greeting names, None if it names none. Raises ProtocolError if it is malformed."""
     uri = _greeting(parts)
     found = ProcessIdentity.of(uri.decode(errors="replace")) if uri else None
     if uri and found is None:
-        raise ProtocolError("the peer calls itself by what is no name")
+        raise ProtocolError("the peer's greeting holds an invalid name")
     return found
 
 
 def welcome(server: bytes) -> bytes:
-    """Return what a server says that lets a caller in."""
+    """Return the greeting by which a server admits a caller."""
     return _block([len(_MAGIC), len(server)], [_MAGIC, server])
 
 
 def check_welcome(parts: Sequence[memoryview], *, dialled: bytes) -> None:
-    """Take in what a server says. Raises ProtocolError where it is not the one that was dialled."""
+    """Check the greeting of a server. Raises ProtocolError if it is not the server that was dialled."""
     if _greeting(parts) != dialled != ANYBODY:
-        raise ProtocolError("another server is at this address now", hint="The one that was dialled is gone")
+        raise ProtocolError("another server is at this address now", hint="The server that was dialled has ended")
 
 
 def _greeting(parts: Sequence[memoryview]) -> bytes:
     if len(parts) != 2 or parts[0] != _MAGIC:
         hint = "Does one side have a certificate, and the other none?"
-        raise ProtocolError("the peer is no part of this protocol", hint=hint)
+        raise ProtocolError("the peer does not speak this protocol", hint=hint)
     return bytes(parts[1])
 
 
 MAX_MESSAGE = 1 << 30
-"""Most bytes of a message, frames included, where nothing else is said."""
+"""Maximum bytes of a message, frames included, by default."""
 MAX_FRAMES = 65_536
 MAX_TIMEOUT = 7 * 86_400.0
 _HEADER_ROOM = 1024
@@ -330,7 +330,7 @@ CallId = Annotated[int, Meta(ge=0)]
 
 
 class Call(Struct, frozen=True, array_like=True, tag="c1"):
-    """Header of a request. timeout: seconds that the caller will still wait; frames: how many follow the body."""
+    """Header of a request. timeout: seconds for which the caller still waits; frames: number of frames."""
 
     call: CallId
     method: Annotated[str, Meta(max_length=128)]
@@ -339,26 +339,26 @@ class Call(Struct, frozen=True, array_like=True, tag="c1"):
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag="x1"):
-    """Header without a body: the caller of ``call`` waits no longer."""
+    """Header without a body: the caller of ``call`` has stopped waiting."""
 
     call: CallId
 
 
 class Answer(Struct, frozen=True, array_like=True, tag="a1"):
-    """Header of a reply: body and frames are what the handler gave."""
+    """Header of a reply with the result of the handler in body and frames."""
 
     call: CallId
     frames: Annotated[int, Meta(ge=0, le=MAX_FRAMES)]
 
 
 class Failure(Struct, frozen=True, array_like=True, tag="f1"):
-    """Header of a reply that is an error: the body is ``AsyncFlowError.to_wire()``."""
+    """Header of an error reply: the body is ``AsyncFlowError.to_wire()``."""
 
     call: CallId
 
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises for bytes that are not what they should be: no UTF-8 or nested too deep, among others."""
+"""Errors that a decoder raises for malformed bytes, for example invalid UTF-8 or too deep nesting."""
 
 encode = msgspec.msgpack.Encoder().encode
 to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
@@ -370,30 +370,30 @@ os.register_at_fork(before=_building.acquire, after_in_parent=_building.release,
 
 
 def encode_request(method: str, request: Struct) -> bytes:
-    """Return the body of a call. Raises Refused where a text in it is not Unicode."""
+    """Return the body of a call. Raises Refused if it has text that is not Unicode."""
     try:
         return encode(request)
     except UnicodeEncodeError as wrong:
-        raise Refused(f"a text is not Unicode: {wrong}", where=method, hint="Give texts without surrogates") from None
+        raise Refused(f"a text is not Unicode: {wrong}", where=method, hint="Use texts without surrogates") from None
 
 
 @functools.cache
 def decoder_of(kind: Hashable) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
+    """Return the decoder of ``kind``. Thread-safe: msgspec crashes if two threads build one for a struct concurrently.
 
-    A fork waits until none is half built.
+    A fork waits until no decoder is being built.
     """
     with _building:
         return msgspec.msgpack.Decoder(kind)
 
 
 def fits(header: Call, parts: int) -> bool:
-    """Return whether a request's header fits its ``parts`` (header, body and frames) and its timeout is one."""
+    """Return whether a request's header fits its number of parts (header, body and frames) and its timeout is valid."""
     return parts == 2 + header.frames and 0 < header.timeout <= MAX_TIMEOUT
 
 
 def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
-    """Return the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
+    """Return the bytes of a message. Raises ProtocolError if it has more than ``limit`` bytes, or too many frames."""
     size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
     if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
         hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
@@ -402,7 +402,7 @@ def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *,
 
 
 def read_answer(parts: Sequence[memoryview], *, where: str) -> tuple[int, AsyncFlowError | None]:
-    """Return the call that a message answers, -1 where it answers none, and the error if the answer is one."""
+    """Return the id of the call that a message answers, -1 if it is malformed, and the error of an error reply."""
     try:
         header = to_client(parts[0])
     except (IndexError, *MALFORMED):
@@ -411,7 +411,7 @@ def read_answer(parts: Sequence[memoryview], *, where: str) -> tuple[int, AsyncF
         try:
             return header.call, from_wire(error_body(parts[1]))
         except (IndexError, *MALFORMED):
-            return header.call, ProtocolError("an error came that cannot be read", where=where)
+            return header.call, ProtocolError("the peer sent an error that cannot be decoded", where=where)
     if len(parts) == 2 + header.frames:
         return header.call, None
-    return header.call, ProtocolError(f"an answer of {header.frames} frames came in {len(parts)} parts", where=where)
+    return header.call, ProtocolError(f"a reply of {header.frames} frames came in {len(parts)} parts", where=where)

@@ -1,9 +1,9 @@
-"""HTTP of a role, by aiohttp: its metrics, its probes, and the routes that the role adds.
+"""HTTP server of a role, based on aiohttp: metrics, probes, and routes that the role adds.
 
-Invariants: a server without a guard changes nothing, it answers GET and HEAD only; one with a guard is TLS 1.3, and
-answers nobody who has neither a certificate of the job for such a role nor the bearer token of its file; the error of a
-handler is answered as JSON in the words of the error tree, never with a traceback; a new caller is let in at the cost
-of the oldest idle connection where there are too many or no descriptor is left, so idle callers keep no probe waiting.
+Invariants: a server without a guard answers GET and HEAD only, and changes nothing; a server with a guard uses TLS 1.3,
+and refuses every caller without a certificate of the job for an allowed role or the bearer token of its file; an error
+of a handler is answered as JSON in the form of the error tree, never with a traceback; if there are too many
+connections or no descriptor is left, the oldest idle connection is closed for a new one, so idle callers delay nothing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from asyncflow.rpc.tls import Credentials, PeerRefused
 log = logging.getLogger(__name__)
 
 Ready: TypeAlias = Callable[[], tuple[bool, str]]
-"""Whether a role is ready, and the reason in a few words."""
+"""Returns whether a role is ready, and the reason in a few words."""
 
 READING: Final = ("GET", "HEAD")
 """Methods that change nothing."""
 MAX_BODY: Final = 1 << 20
 """Bytes of a request's body that a handler may read."""
 MAX_LINE: Final = 2 << 10
-"""Bytes of the request line, and of each header field, of which there may be ``_MAX_FIELDS``."""
+"""Maximum bytes of the request line and of each header field. ``_MAX_FIELDS`` header fields are allowed."""
 MAX_CONNECTIONS: Final = 512
-"""Connections of one server; fewer where they would be more than an eighth of the process's descriptors."""
+"""Connections of one server, and at most an eighth of the process's file descriptors."""
 _MAX_FIELDS = 32
 _IDLE_S = 75.0
 _CLOSE_S = 0.25
-"""Seconds that aiohttp gives a handler to end, and then again to be cancelled."""
+"""Seconds that aiohttp waits for a handler to end, and after that for its cancellation."""
 _BACKLOG = 1024
 _STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
     (ManifestError, HTTPStatus.BAD_REQUEST),
@@ -58,7 +58,7 @@ _STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
 
 
 def ready() -> tuple[bool, str]:
-    """Say that there is nothing to wait for."""
+    """Report that a role is ready: the default of ``role_routes``."""
     return True, "ready"
 
 
@@ -67,7 +67,7 @@ def role_routes(
 ) -> list[web.RouteDef]:
     """Return the routes that every role has: ``/metrics``, ``/healthz`` and ``/readyz``.
 
-    registry: the metrics that are shown; ready: asked by ``/readyz``; refreshed: called before the metrics are read.
+    registry: the exported metrics; ready: called by ``/readyz``; refreshed: called before the metrics are read.
     """
 
     async def metrics(request: web.Request) -> web.Response:
@@ -88,11 +88,11 @@ def role_routes(
 
 
 class Guard:
-    """Decides who may change things over HTTPS.
+    """Access control of an HTTPS server.
 
-    credentials: of this process; roles: those whose certificate is enough; token_file: holds the bearer token of people
-    without one, read at each request so that it can be changed; refused: told why somebody was refused, and by which
-    reason that is counted.
+    credentials: of this process; roles: those whose certificate is sufficient; token_file: holds the bearer token of
+    callers without a certificate, read at each request so that it can be changed; refused: called for each refusal,
+    with a message and the reason that is counted.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Guard:
         self._refused = refused
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for the next connection."""
+        """Return the TLS context for the next connection."""
         return self._credentials.web()
 
     def count(self, refused: PeerRefused) -> None:
@@ -117,12 +117,12 @@ class Guard:
         self._refused(refused.what, refused.reason)
 
     def check(self, request: web.Request) -> None:
-        """Raise HTTPForbidden for the certificate of another role, HTTPUnauthorized for none and no right token."""
-        shaken: Any = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
-        caller = "whoever shows no certificate"
-        if shaken is not None and shaken.getpeercert():
+        """Raise HTTPForbidden for the certificate of another role, HTTPUnauthorized without certificate and token."""
+        ssl_object: Any = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
+        caller = "a caller without a certificate"
+        if ssl_object is not None and ssl_object.getpeercert():
             try:
-                process = self._credentials.peer(shaken)
+                process = self._credentials.peer(ssl_object)
             except PeerRefused as refused:
                 self.count(refused)
                 raise web.HTTPForbidden(text=refused.what) from refused
@@ -133,12 +133,12 @@ class Guard:
             return
         what = f"{caller} may not {request.method} {request.path}"
         self._refused(what, "access")
-        if shaken is not None and shaken.getpeercert():
+        if ssl_object is not None and ssl_object.getpeercert():
             raise web.HTTPForbidden(text=what)
         raise web.HTTPUnauthorized(text="the bearer token is missing or wrong")
 
     def _has_token(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
         if self._token_file is None or scheme.lower() != "bearer":
             return False
         try:
@@ -146,11 +146,11 @@ class Guard:
         except OSError as error:
             log.error("the token file cannot be read: %s", error)
             return False
-        return bool(token) and hmac.compare_digest(token, given.strip().encode(errors="surrogateescape"))
+        return bool(token) and hmac.compare_digest(token, presented.strip().encode(errors="surrogateescape"))
 
 
 class HttpServer:
-    """Serves ``routes`` from the running event loop. guard: lets in who may change things; None for nobody."""
+    """HTTP server of ``routes`` in the running event loop. guard: access control; None allows reading only."""
 
     def __init__(self, routes: Iterable[web.RouteDef], *, guard: Guard | None = None) -> None:
         self._guard = guard
@@ -172,19 +172,19 @@ class HttpServer:
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
     ) -> str:
-        """Start to serve and return the URL that others dial, at the host ``advertise`` if that is set.
+        """Start to serve, and return the URL that peers dial, with ``advertise`` as its host if it is set.
 
-        Port 0 takes any free one; a given one is served on a free loopback too, where ``kubectl port-forward`` leads;
-        bound: a socket to listen on that already has host and port. Raises Refused where it cannot listen.
+        Port 0 selects a free port. Another port is also served on loopback if it is free there, for ``kubectl
+        port-forward``. bound: a socket that is already bound to host and port. Raises Refused if it cannot listen.
         """
-        beside: list[socket.socket] = []
+        loopback: list[socket.socket] = []
         try:
             if bound is None:
                 places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 bound = socket.create_server(places[0][4], family=places[0][0])
                 if port and not addresses.is_loopback(str(places[0][4][0])):
-                    with contextlib.suppress(OSError):  # taken, as by this very socket where it is at all addresses
-                        beside = [socket.create_server(("127.0.0.1", port))]
+                    with contextlib.suppress(OSError):  # in use, for example by this socket if it has all addresses
+                        loopback = [socket.create_server(("127.0.0.1", port))]
             bound.listen(_BACKLOG)
         except OSError as error:
             hint = "Another process may hold that port"
@@ -193,10 +193,10 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         self._listener = Listener(
-            [bound, *beside],
+            [bound, *loopback],
             most=MAX_CONNECTIONS,
             share=1 / 8,
-            meet=partial(self._meet, server),
+            meet=partial(self._handshake, server),
             connected=lambda: len(server.connections),
             make_room=partial(self._make_room, server),
             refused=self._guard.count if self._guard is not None else lambda refused: log.debug("%s", refused),
@@ -210,12 +210,12 @@ class HttpServer:
             self._listener.close()
         await self._runner.cleanup()
 
-    async def _meet(self, server: web.Server, caller: socket.socket) -> None:
+    async def _handshake(self, server: web.Server, caller: socket.socket) -> None:
         context = self._guard.context() if self._guard is not None else None
         await asyncio.get_running_loop().connect_accepted_socket(server, caller, ssl=context)
 
     def _make_room(self, server: web.Server) -> bool:
-        """End the oldest connection that no handler works for, else the oldest handshake."""
+        """Close the oldest connection without a running handler, otherwise the oldest handshake."""
         for handler in server.connections:
             transport = handler.transport
             if handler not in self._busy and transport is not None and not transport.is_closing():
@@ -245,13 +245,13 @@ class HttpServer:
             return web.json_response(error.to_wire(), status=status)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return web.json_response({"what": "an error of the server; its log says which"}, status=500)
+            return web.json_response({"what": "internal error; see the log of the server"}, status=500)
         finally:
             self._busy.discard(request.protocol)
 
 
 class _AiohttpLog(logging.LoggerAdapter[logging.Logger]):
-    """Log of aiohttp without requests that are no HTTP: a port scan would fill the log with their tracebacks."""
+    """Logger for aiohttp that hides malformed requests: a port scan would fill the log with their tracebacks."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         level = logging.DEBUG if isinstance(exc_info, (HttpProcessingError, web.RequestPayloadError)) else logging.ERROR

@@ -1,12 +1,12 @@
-"""A role's own end of the directory: joins, reports in every heartbeat, knows the others; and the messages for it.
+"""Membership of a process in a job: joins, reports in every heartbeat, knows its peers; and the messages for this.
 
-The heartbeat runs in the role's event loop. A role must therefore keep its loop free: engines, trainers and whatever
-else computes run in threads (and let go of the GIL), or the directory takes the role for lost after ``lost_after_s``.
-All times are monotonic: a system clock that jumps changes nothing.
+The heartbeat runs in the role's event loop. A role must therefore keep its loop free: engines, trainers and other
+computations run in threads (and release the GIL), or the directory removes the role after ``lost_after_s``. All times
+are monotonic, so a jump of the system clock has no effect.
 
-Invariants: a member whose directory was restarted registers again by itself; while the directory is away, and as long
-as a restarted one may not have heard of everybody, the last known members stay; one that was replaced by a newer
-incarnation is told to stop and never registers again.
+Invariants: a member whose directory was restarted registers again by itself; while the directory is unreachable, and
+until all members have had time to register at a restarted one, the last known members stay; a member that was replaced
+by a newer incarnation is ordered to stop and never registers again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LEAVE = "directory.leave"
 
 Scalar: TypeAlias = str | int | float | bool
 Status: TypeAlias = dict[str, Any]
-"""What a member says of itself in each heartbeat: JSON scalars, lists and dicts under names of its role's choice."""
+"""Report of a member in each heartbeat: JSON scalars, lists and dicts under names that its role chooses."""
 
 AGE, FIGURES = "age_s", "figures"
-"""In the status of a role: seconds since its process began, and ``RoleMetrics.figures``."""
+"""Keys in the status of a role: seconds since its process started, and ``RoleMetrics.figures``."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
 _Text = Annotated[str, Meta(max_length=1024)]
@@ -43,9 +43,9 @@ _MOST_HELD = 1024
 class Member(Struct, frozen=True, kw_only=True):
     """One running process of a job.
 
-    role, index: its place; incarnation: this run of it (uuid hex); attempt: of the role, fences older ones;
-    address: where its calls are answered, empty if nowhere; http: its metrics URL, empty if none; info: what else
-    others must know of it.
+    role, index: its place; incarnation: this run of the process (uuid hex); attempt: of the role, fences older ones;
+    address: where it answers calls, empty if it answers none; http: its metrics URL, empty if none; info: other facts
+    that its peers need.
     """
 
     role: _Name
@@ -61,7 +61,7 @@ class Member(Struct, frozen=True, kw_only=True):
 
 
 class Best(Struct, frozen=True, kw_only=True):
-    """The version with the best evaluation. by: name of the figure that is compared; value: what it was."""
+    """The version with the best evaluation. by: name of the compared figure; value: its value."""
 
     step: Annotated[int, Meta(ge=0)]
     by: Literal["accuracy", "greedy", "reward"]
@@ -69,11 +69,11 @@ class Best(Struct, frozen=True, kw_only=True):
 
 
 class Directives(Struct, frozen=True, kw_only=True):
-    """Requests of the driver to a member, as a level: in the answer to every heartbeat until it changes.
+    """Orders of the driver to a member, as a state: repeated in the answer to every heartbeat until it changes.
 
-    stop: leave now; drain: take nothing new, hand back, then leave; checkpoint: number of checkpoints asked for so far
-    (a larger number than before means: write one); judged: the step up to which every evaluation is recorded, or can
-    not be any more; best: the version whose evaluation was the best of those.
+    stop: leave now; drain: accept no new work, return the current work, then leave; checkpoint: number of checkpoints
+    requested so far (an increase requests one); judged: the step up to which every evaluation is recorded, or can no
+    longer be recorded; best: the version with the best of those evaluations.
     """
 
     stop: bool = False
@@ -84,7 +84,7 @@ class Directives(Struct, frozen=True, kw_only=True):
 
 
 class Registered(Struct, frozen=True, kw_only=True):
-    """Answer to a registration: the members now that answer calls, the revision of that list, and the rhythm."""
+    """Answer to a registration: the members that answer calls, the revision of that list, and the intervals."""
 
     revision: int
     peers: list[Member]
@@ -93,10 +93,10 @@ class Registered(Struct, frozen=True, kw_only=True):
 
 
 class Beat(Struct, frozen=True, kw_only=True):
-    """A heartbeat: who, which revision of the members it knows, and how it does.
+    """A heartbeat: the member's incarnation, the revision of the member list that it has, and its status.
 
-    heard: the number of the broadcast that it knows, None from who wants none; holds: what a subscriber has, as numbers
-    that mean something to the two subscribers only.
+    heard: the number of the last broadcast received, None without a subscriber; holds: the holdings of the subscriber,
+    as numbers that have a meaning only for the two ends.
     """
 
     incarnation: _Name
@@ -107,11 +107,11 @@ class Beat(Struct, frozen=True, kw_only=True):
 
 
 class Beaten(Struct, frozen=True, kw_only=True):
-    """Answer to a heartbeat. known: False asks the member to register again; peers: None where nothing changed.
+    """Answer to a heartbeat. known: False if the member must register again; peers: None if the list is unchanged.
 
-    broadcast: what all subscribers are told, and its number, None where nothing changed; unknown: of what the member
-    holds, that of which the directory must be told more; pace_s: seconds between two heartbeats of a member that has
-    something to say before it is time.
+    broadcast: number and content of the latest broadcast, None if the member has it; unknown: holdings of the member
+    that it must report in full to the directory; pace_s: minimum seconds between two heartbeats of a member whose
+    status changes.
     """
 
     known: bool
@@ -124,7 +124,7 @@ class Beaten(Struct, frozen=True, kw_only=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True):
-    """A member goes on purpose."""
+    """Request of a member that leaves deliberately."""
 
     incarnation: _Name
     reason: _Text
@@ -138,22 +138,22 @@ _LEAVE_S = 0.5
 
 
 class Subscriber(Protocol):
-    """A part of a member that hears what the directory tells all, and says in each heartbeat what it has."""
+    """A part of a member that receives broadcasts of the directory, and reports its holdings in each heartbeat."""
 
     def holds(self) -> tuple[int, ...]:
-        """Return the numbers of what it has."""
+        """Return the numbers of its holdings."""
 
     def hear(self, broadcast: Raw | None, unknown: tuple[int, ...]) -> None:
-        """Take a broadcast, where there is a new one, and what of its own must be told the directory in full."""
+        """Process a broadcast, None if there is no new one, and the holdings to report to the directory in full."""
 
 
 class Membership:
     """This process as a member of a job.
 
-    driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
-    each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions that are called whenever
-    the directives change; subscriber: hears broadcasts from the next heartbeat on, None for nobody; registrations: how
-    often this process has begun to register: where that has grown, the directory may have forgotten it.
+    driver: address of the directory; member: this process; credentials: of this process; status: called before each
+    heartbeat, returns the report (JSON scalars, lists, dicts). on_directives: functions that are called whenever the
+    directives change; subscriber: receives broadcasts from the next heartbeat on, None if there is none; registrations:
+    number of registrations started by this process. If it has grown, the directory may have lost its state.
     """
 
     def __init__(
@@ -185,19 +185,19 @@ class Membership:
         self._heartbeat_s = 1.0
         self._lost_after_s = 5.0
         self._changed = asyncio.Event()
-        self._soon = asyncio.Event()
+        self._early = asyncio.Event()
         self._beating: asyncio.Task[None] | None = None
 
     async def join(self, timeout: float) -> None:
-        """Register, however late the directory comes up within ``timeout`` seconds, and begin to report.
+        """Register within ``timeout`` seconds, waiting for the directory if necessary, and start the heartbeats.
 
-        Raises DeadlineExceeded when the directory was not reached, Fenced when a newer incarnation has this place.
+        Raises DeadlineExceeded if the directory was not reached, Fenced if a newer incarnation has this place.
         """
         await retry_within(self._register, what=f"{self.member}: joining", timeout=timeout)
-        self._beating = asyncio.get_running_loop().create_task(self._beat_for_ever(), name=f"heartbeat {self.member}")
+        self._beating = asyncio.get_running_loop().create_task(self._send_heartbeats(), name=f"heartbeat {self.member}")
 
     async def close(self, reason: str = "left") -> None:
-        """Stop reporting, tell the directory if it can be reached at once, and close ``driver``."""
+        """Stop the heartbeats, notify the directory if it responds immediately, and close ``driver``."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])
@@ -205,38 +205,38 @@ class Membership:
             try:
                 await self.driver.call(LEAVE, leave, type(None), timeout=_LEAVE_S)
             except AsyncFlowError as error:
-                log.info("%s left without telling the directory: %s", self.member, error)
+                log.info("%s left without notifying the directory: %s", self.member, error)
         await self.driver.close()
 
     def peers(self, role: str) -> tuple[Member, ...]:
-        """Return the members of ``role`` that answer calls, as far as known now, in order of their index.
+        """Return the known members of ``role`` that answer calls, in order of their index.
 
-        It is the same object until the members change.
+        The returned object stays the same until the members change.
         """
         return self._by_role.get(role, ())
 
     def peer(self, role: str, index: int = 0) -> Member | None:
-        """Return one member, or None while there is none."""
+        """Return one member, or None if it is not known."""
         return self._members.get((role, index))
 
     def address(self, role: str, index: int = 0) -> str | None:
-        """Return where a member answers calls, or None while there is none: a resolver for ``RpcClient``."""
+        """Return the address of a member, or None if it is not known: a resolver for ``RpcClient``."""
         member = self._members.get((role, index))
         return (member.address or None) if member is not None else None
 
     def nudge(self) -> None:
-        """Report now instead of at the next heartbeat: the status has changed."""
-        self._soon.set()
+        """Send a heartbeat early, because the status has changed."""
+        self._early.set()
 
     async def announce(self, *, info: dict[str, Scalar], timeout: float) -> None:
-        """Register again with another ``info``."""
+        """Register again with a new ``info``."""
         member = self.member = replace(self.member, info=info)
         await retry_within(self._register, what=f"{member}: announcing itself", timeout=timeout)
 
     async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
-        """Wait until ``predicate()``, asked at every change of members or directives, gives something true; give that.
+        """Wait until ``predicate()`` is true, evaluated at every change of members or directives; return its value.
 
-        Raises DeadlineExceeded that says ``what`` was waited for, and Fenced as soon as this process was replaced.
+        Raises DeadlineExceeded, with ``what`` in its message, and Fenced as early as this process was replaced.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -259,41 +259,41 @@ class Membership:
         registered = await self.driver.call(REGISTER, self.member, Registered, timeout=min(within_s, _REGISTER_S))
         self._heartbeat_s, self._lost_after_s = registered.heartbeat_s, registered.lost_after_s
         self.connected = True
-        self._learn(registered.revision, registered.peers)
+        self._set_members(registered.revision, registered.peers)
 
-    async def _beat_for_ever(self) -> None:
+    async def _send_heartbeats(self) -> None:
         loop = asyncio.get_running_loop()
         while self.fenced is None:
-            self._soon.clear()
+            self._early.clear()
             sent = loop.time()
-            beat, soon = loop.create_task(self._try_to_beat()), loop.create_task(self._soon.wait())
+            beat, early = loop.create_task(self._try_heartbeat()), loop.create_task(self._early.wait())
             try:
-                await asyncio.wait((beat, soon), return_when=asyncio.FIRST_COMPLETED)
-                if not soon.done():
+                await asyncio.wait((beat, early), return_when=asyncio.FIRST_COMPLETED)
+                if not early.done():
                     next_s = (beat.result() and self._pace_s) or self._heartbeat_s
-                    await asyncio.wait((soon,), timeout=max(0.0, sent + next_s - loop.time()))
-                if soon.done():
+                    await asyncio.wait((early,), timeout=max(0.0, sent + next_s - loop.time()))
+                if early.done():
                     await asyncio.sleep(sent + self._pace_s - loop.time())
             finally:
                 beat.cancel()
-                soon.cancel()
-                await asyncio.wait((beat, soon))
+                early.cancel()
+                await asyncio.wait((beat, early))
 
-    async def _try_to_beat(self) -> bool:
-        """Report once; return whether the next heartbeat, which waits for changes there, may follow at its pace."""
+    async def _try_heartbeat(self) -> bool:
+        """Send a heartbeat; return whether the next one, which the directory parks, may follow after ``pace_s``."""
         try:
-            return await self._beat()
+            return await self._send_heartbeat()
         except Fenced as error:
-            self._be_fenced(error)
+            self._fence(error)
         except (PeerLost, DeadlineExceeded) as error:
             if self.connected:
-                log.warning("%s: the directory is away: %s", self.member, error)
+                log.warning("%s: the directory is unreachable: %s", self.member, error)
             self.connected = False
         except Exception:
             log.exception("%s: a heartbeat failed", self.member)
         return False
 
-    async def _beat(self) -> bool:
+    async def _send_heartbeat(self) -> bool:
         subscriber = self.subscriber
         beat = Beat(
             incarnation=self.member.incarnation,
@@ -310,29 +310,29 @@ class Membership:
             await self._register()
             return True
         if not self.connected:
-            log.info("%s: the directory is back", self.member)
+            log.info("%s: the directory is reachable again", self.member)
         self.connected = True
         self._pace_s = answer.pace_s
         if self._known_before and asyncio.get_running_loop().time() >= self._trusted_from:
             self._known_before = {}
-            self._learn(self._revision, list(self._listed.values()))
+            self._set_members(self._revision, list(self._listed.values()))
         if answer.peers is not None:
-            self._learn(answer.revision, answer.peers)
+            self._set_members(answer.revision, answer.peers)
         if answer.directives != self.directives:
-            self._obey(answer.directives)
+            self._apply(answer.directives)
         if subscriber is not None and (answer.broadcast is not None or answer.unknown):
-            number, told = answer.broadcast or (self._heard, None)
-            subscriber.hear(told, answer.unknown)
+            number, document = answer.broadcast or (self._heard, None)
+            subscriber.hear(document, answer.unknown)
             self._heard = number
         return not answer.unknown
 
-    def _be_fenced(self, error: Fenced) -> None:
+    def _fence(self, error: Fenced) -> None:
         log.error("%s must stop: %s", self.member, error)
         self.fenced = error
         self.connected = False
-        self._obey(Directives(stop=True))
+        self._apply(Directives(stop=True))
 
-    def _learn(self, revision: int, members: list[Member]) -> None:
+    def _set_members(self, revision: int, members: list[Member]) -> None:
         self._revision = revision
         self._listed = {(member.role, member.index): member for member in members}
         self._members = self._known_before | self._listed
@@ -342,7 +342,7 @@ class Membership:
         self._by_role = {role: tuple(members) for role, members in by_role.items()}
         self._wake()
 
-    def _obey(self, directives: Directives) -> None:
+    def _apply(self, directives: Directives) -> None:
         self.directives = directives
         self._wake()
         for notify in self.on_directives:

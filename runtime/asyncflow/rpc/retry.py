@@ -1,8 +1,8 @@
 """Attempts that are repeated until they succeed, with growing delays between them.
 
-Invariants: a call is repeated only within its deadline, and only after errors that leave open whether it was done
-(``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent; an outage is one warning in the log, however long
-it lasts and however often the attempt fails.
+Invariants: a call is repeated only within its deadline, and only after errors that leave its outcome unknown
+(``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent; an outage causes one log warning, regardless of
+its duration and of the number of failures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def delays(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
     """Yield the seconds to wait before each new attempt: ``first``, doubled each time, at most ``longest``.
 
-    Each varies at random by up to a fifth, so that many callers do not ask a restarted peer at the same moment.
+    Each varies at random by up to a fifth, so that many callers do not call a restarted peer at the same time.
     """
     delay = first
     while True:
@@ -33,10 +33,10 @@ def delays(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: float) -> T:
-    """Await ``attempt()`` again and again until it succeeds, for ``timeout`` seconds in all.
+    """Await ``attempt()`` repeatedly until it succeeds, for at most ``timeout`` seconds in total.
 
-    Only PeerLost and DeadlineExceeded are retried; other errors pass through. Raises DeadlineExceeded that names
-    ``what``, the last error, and the last error that the peer itself answered with.
+    Only PeerLost and DeadlineExceeded are retried; other errors propagate. Raises DeadlineExceeded that names ``what``,
+    the last error, and the last error that the peer itself sent.
     """
 
     async def within(seconds: float) -> T:
@@ -46,13 +46,13 @@ async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: floa
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise DeadlineExceeded("it was still under way") from None
+            raise DeadlineExceeded("it was still running") from None
 
     return await retry_within(within, what=what, timeout=timeout)
 
 
 async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, timeout: float) -> T:
-    """Do as ``retry`` with ``attempt(seconds)``, which ends by itself within the seconds that it is given."""
+    """Do the same as ``retry`` with ``attempt(seconds)``, which must end by itself within the given seconds."""
     loop = asyncio.get_running_loop()
     deadline, seconds = loop.time() + timeout, timeout
     last: AsyncFlowError | None = None
@@ -71,7 +71,7 @@ async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, t
 
 
 class Outage:
-    """A failure that is waited out. what: the attempt that fails, as the log names it."""
+    """A failure that lasts until an attempt succeeds. what: the failing attempt, as the log names it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -82,11 +82,11 @@ class Outage:
         """Wait before the next attempt, longer each time, and log a warning if this was the first failure."""
         if self._since is None:
             self._since = time.monotonic()
-            log.warning("%s failed and is tried again until it succeeds: %s", self._what, error)
+            log.warning("%s failed and is retried until it succeeds: %s", self._what, error)
         await asyncio.sleep(next(self._delays))
 
     def end(self) -> None:
-        """Note that an attempt succeeded."""
+        """Record that an attempt succeeded."""
         if self._since is not None:
             log.info("%s succeeds again after %.1f s", self._what, time.monotonic() - self._since)
             self._since = None

@@ -1,11 +1,11 @@
-"""The answering side of calls: one socket that listens, one more for callers of this host, and a task for each call.
+"""The server side of calls: one listening socket, one more for callers of this host, and a task for each call.
 
-Invariants: a parked handler delays nobody; no handler runs longer than its caller waits, whose deadline travels with
-the call, or than its connection is there; whatever bytes come, the service goes on, and what it drops is counted. No
-connection over TLS outlives the certificate that it began with; a peer that has not said who it is in time, sends what
-is no message, or leaves too many answers unread is cut off; one for which too many bytes lie unread is heard no more
-until they went; and nobody else notices. Where there are too many peers, or no descriptor is left, those make room
-first that have not said who they are, the oldest of them first, then the one that has been idle for longest.
+Invariants: a parked handler delays no other caller; no handler runs longer than its caller waits (the deadline travels
+with the call) or than the connection lasts; no received bytes stop the service, and dropped messages are counted. No
+TLS connection outlives the certificate with which it started; a peer that does not identify itself in time, sends a
+malformed message, or leaves too many replies unread is cut off; no more calls are read from a peer with too many unread
+bytes until it has read them; other peers do not notice. If there are too many peers, or no descriptor is left, peers
+that have not identified themselves are closed first, oldest first, then the peer that has been idle for longest.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from asyncflow.rpc.shm import Arenas
 from asyncflow.rpc.tls import Credentials, PeerRefused, check_exposure
 
 MAX_PEERS = 8192
-"""Connections of one server; fewer where they would be more than three quarters of the process's descriptors."""
+"""Connections of one server, and at most three quarters of the process's file descriptors."""
 _MAX_UNREAD = 4096
-"""Answers that may wait for a peer that does not read."""
+"""Replies that may wait for a peer that does not read."""
 _MOST_UNSENT = 64 << 20
-"""Bytes of answers from which on no call of a peer begins until it has read them; one answer may have more."""
+"""Unread reply bytes above which no call of a peer starts until it has read them; one reply may have more."""
 _MOST_AT_ONCE = 2
-"""Calls of a peer that begin in one turn of the loop, as what they answer counts as unsent only when it is there."""
+"""Calls of a peer that start in one iteration of the loop: a reply counts as unsent only once it exists."""
 _MOST_RUNNING = 2
-"""Calls of a peer that are under way from which on no more begin until it has read what it was sent."""
+"""Running calls of a peer above which no more start until it has read its replies."""
 _IDLE_S = 60.0
-"""Seconds without a message after which a peer may have to make room; it connects again when it next calls."""
+"""Seconds without a message after which a peer may be closed for another one; it reconnects at its next call."""
 _TLS_BUFFER = 48 << 10
-"""Bytes that asyncio keeps for each connection over TLS: three records, in place of 256 KiB; uvloop sizes its own."""
+"""Bytes that asyncio buffers per TLS connection: three records instead of 256 KiB. uvloop sizes its own buffers."""
 
 
 class Caller(Connection):
-    """A caller of ``server``.
+    """A connection from a caller of ``server``.
 
-    caller: who it is, None while that is not known or there are no certificates; heard: when it last sent something;
-    running: its calls that are under way.
+    caller: its identity, None while unknown or without certificates; heard: time of its last message; running: its
+    running calls.
     """
 
     def __init__(self, server: RpcServer, *, most: int, arenas: Arenas | None) -> None:
@@ -68,67 +68,67 @@ class Caller(Connection):
         self.heard = self._loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take note of whom the caller's certificate names."""
+        """Record the identity in the caller's certificate."""
         super().connection_made(transport)
         if self.tls is not None:
             try:
-                self.caller = self._server.named(self.tls)
+                self.caller = self._server.identity_of(self.tls)
             except PeerRefused as refused:
                 self.fail(refused)
 
     def greet(self, parts: list[memoryview]) -> None:
-        """Admit the caller as whom it says it is."""
-        self.say(self._server.let_in(self, framing.caller(parts)))
+        """Admit the caller under the identity in its greeting."""
+        self.send_greeting(self._server.let_in(self, framing.caller(parts)))
 
     def expire_in(self, seconds: float, why: PeerRefused) -> None:
-        """End the connection in ``seconds``, because of ``why``."""
+        """Close the connection in ``seconds`` with the error ``why``."""
         self._expiry = self._loop.call_later(seconds, self.fail, why)
 
     def received(self, messages: list[list[memoryview]]) -> None:
-        """Begin calls, a few at once, as long as the caller reads what it is sent; those behind them wait."""
+        """Start a few calls at the same time, as long as the caller reads its replies; the other calls wait."""
         self.heard = self._loop.time()
         self._waiting.extend(messages)
         if not self._has_turn:
-            self._begin_some()
+            self._start_some()
 
     def send_answer(self, call: int, parts: Sequence[Buffer]) -> None:
-        """Send an answer; a caller that reads none of many is cut off."""
+        """Send a reply; a caller with too many unread replies is cut off."""
         if len(self.outbox) >= _MAX_UNREAD:
-            self.fail(ProtocolError("a peer does not read what it asked for"))
+            self.fail(ProtocolError("a peer does not read its replies"))
         self.send(call, parts)
 
     def resume(self) -> None:
-        """Go on with calls that wait for the caller to read, or for one of its calls to end."""
-        if self._waiting and not self._has_turn and self._may_begin and not self.closed:
-            self._has_turn = True  # but not from here: a handler that sends is to end before the next one begins
-            self._loop.call_soon(self._begin_some)
+        """Continue with the waiting calls, which wait for the caller to read or for one of its calls to end."""
+        if self._waiting and not self._has_turn and self._may_start and not self.closed:
+            self._has_turn = True  # not started here: a handler that sends must end before the next one starts
+            self._loop.call_soon(self._start_some)
 
     def resume_writing(self) -> None:
-        """Send more."""
+        """Resume sending."""
         super().resume_writing()
         self.resume()
 
     def lost(self, why: AsyncFlowError) -> None:
-        """Make the server forget this caller, for whom no handler works any more."""
+        """Remove this caller from the server, and cancel its handlers."""
         self._server.forget(self, why)
         for work in self.running.values():
             work.cancel()
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         super().close()
         self._waiting.clear()
         if self._expiry is not None:
             self._expiry.cancel()
 
     @property
-    def _may_begin(self) -> bool:
+    def _may_start(self) -> bool:
         return self.idle or (len(self.running) < _MOST_RUNNING and self.outbox.unsent <= _MOST_UNSENT)
 
-    def _begin_some(self) -> None:
+    def _start_some(self) -> None:
         self._has_turn = False
         for _ in range(_MOST_AT_ONCE):
-            if self._waiting and self._may_begin:
+            if self._waiting and self._may_start:
                 self._server.deliver(self, self._waiting.popleft())
         if self.closed:
             return
@@ -142,24 +142,24 @@ class Caller(Connection):
 log = logging.getLogger(__name__)
 
 Reply: TypeAlias = Any
-"""Anything that msgspec encodes; or a tuple of that and of frames."""
+"""Any object that msgspec encodes, or a tuple of such an object and frames."""
 Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Reply]
-"""Function of the request and its frames (writable views, its own) that returns the reply, or an awaitable of it.
+"""Function of the request and its frames (writable views, owned by it) that returns the reply or an awaitable of it.
 
-It is called where the request is read, so calls of one client begin in the order in which it made them. An awaitable is
-cancelled when the caller waits no more, so it must leave everything whole wherever it waits. Frames of a reply of
-64 KiB and more are sent from where they lie: they must not change any more.
+It is called when the request is read, so calls of one client start in the order in which it made them. An awaitable is
+cancelled when the caller stops waiting, so it must keep its state consistent at every await. Frames of a reply of at
+least 64 KiB are sent without a copy: they must never change afterwards.
 """
 
 MAX_CALLS = 65_536
-"""Calls of all callers that may be under way."""
+"""Maximum number of running calls of all callers."""
 _CLOSE_S = 0.8
 
 
 class RpcCounters:
-    """Counters of a server since it started. calls: by method.
+    """Counters of a server since it started. calls: by method; errors: error replies, by code of the error.
 
-    dropped: messages without an answer, by reason; refused: connections that were cut off or not let in, by reason, and
+    dropped: messages without a reply, by reason; refused: connections that were cut off or not admitted, by reason, and
     calls that a caller may not make (``access``).
     """
 
@@ -179,11 +179,10 @@ class _Route(NamedTuple):
 class RpcServer:
     """Answers calls at one address.
 
-    name: of this server, in logs and errors; bind: address, ``*`` for any free port, with which server this is
-    (``tcp://HOST:PORT/SERVER``) where callers know that already; credentials: of this process, None for plain text;
-    access: decides who may call what, where there are credentials; max_message: most bytes of one message, frames
-    included; advertise: host that others dial, by default the bound one, or this machine's own address when bound to
-    all interfaces. address: that others dial, empty before ``start``.
+    name: of this server, in logs and errors; bind: address, with ``*`` for any free port, and with a server id
+    (``tcp://HOST:PORT/SERVER``) if callers already know it; credentials: of this process, None for plain text; access:
+    access control, used with credentials; max_message: maximum bytes of a message with its frames; advertise: host that
+    peers dial, by default see ``dialled``. address: the address that peers dial, empty before ``start``.
     """
 
     def __init__(
@@ -211,19 +210,19 @@ class RpcServer:
         self._listener: Listener | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
-        """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
+        """Answer calls of ``method`` by ``handler``; their bodies must be of type ``request``."""
         if method in self._routes:
             raise ValueError(f"{self.name} has two handlers for {method}")
         self._routes[method] = _Route(framing.decoder_of(request), handler)
 
     async def start(self) -> str:
-        """Bind and serve from the running loop; give the address that others dial.
+        """Bind and serve in the running loop; return the address that peers dial.
 
-        An address still held by a predecessor that is just dying is waited for. Raises Refused where it does not come
-        free, or may not be served without credentials.
+        If a process that is just ending still holds the address, wait for it. Raises Refused if the address does not
+        become free, or may not be served without credentials.
         """
         if self._credentials is not None and (open_to_all := self._routes.keys() - self._access.table.keys()):
-            raise ValueError(f"{self.name}: the access table says nothing of {', '.join(sorted(open_to_all))}")
+            raise ValueError(f"{self.name}: the access table has no entry for {', '.join(sorted(open_to_all))}")
         listening = await listen(self._bind, name=self.name, advertise=self._advertise)
         try:
             check_exposure(listening.socket.getsockname()[0], self._credentials, name=self.name)
@@ -237,7 +236,7 @@ class RpcServer:
             [listening.socket] if shared is None else [listening.socket, shared],
             most=MAX_PEERS,
             share=3 / 4,
-            meet=self._meet,
+            meet=self._handshake,
             connected=self._peers.__len__,
             make_room=self._make_room,
             refused=lambda refused: self.note_refusal(refused.what, refused.reason),
@@ -245,7 +244,7 @@ class RpcServer:
         return self.address
 
     async def close(self) -> None:
-        """Cancel all handlers and close the socket, within a second; callers see ``PeerLost``."""
+        """Cancel all handlers and close the socket, within a second; callers get ``PeerLost``."""
         if self._listener is None:
             return
         self._listener.close()
@@ -253,7 +252,7 @@ class RpcServer:
         for peer in self._peers:
             peer.close()
         self._peers.clear()
-        await asyncio.sleep(0)  # in which the event loop closes the sockets
+        await asyncio.sleep(0)  # lets the event loop close the sockets
         for work in running:
             work.cancel()
         if running:
@@ -261,8 +260,8 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    async def _meet(self, caller: sockets.socket) -> None:
-        """Shake hands with a caller, and hear who it is. Raises PeerRefused where it may not be here."""
+    async def _handshake(self, caller: sockets.socket) -> None:
+        """Do the handshake with a caller and identify it. Raises PeerRefused if it is not allowed."""
         arenas, context = None, None
         await first_bytes(caller)
         if caller.family == sockets.AF_UNIX:
@@ -283,39 +282,39 @@ class RpcServer:
             self._peers.discard(peer)
             raise
 
-    def named(self, shaken: ssl.SSLObject) -> ProcessIdentity:
-        """Return whom the certificate of a peer names. Raises PeerRefused where that is nobody of this job."""
+    def identity_of(self, ssl_object: ssl.SSLObject) -> ProcessIdentity:
+        """Return the identity in a peer's certificate. Raises PeerRefused if it is not a process of this job."""
         assert self._credentials is not None
-        return self._credentials.peer(shaken)
+        return self._credentials.peer(ssl_object)
 
-    def let_in(self, peer: Caller, said: ProcessIdentity | None) -> bytes:
-        """Admit a peer as whom it says it is, and return what it is told.
+    def let_in(self, peer: Caller, claimed: ProcessIdentity | None) -> bytes:
+        """Admit a peer under the identity that it claims, and return the server's greeting.
 
-        Who says nothing from this host, as the same user, is let in by the role of ``unnamed``. Raises PeerRefused
-        where the peer's certificate, or the job, says otherwise.
+        A peer of the same user on this host that claims none is admitted with the role ``unnamed``. Raises PeerRefused
+        if the peer's certificate contradicts the claim, or if it belongs to another job.
         """
         if self._credentials is not None:
             job = self._credentials.process.job
             if peer.tls is not None:
-                if said != peer.caller:
-                    what = f"the peer calls itself {said}, but its certificate is of {peer.caller}"
+                if claimed != peer.caller:
+                    what = f"the peer claims to be {claimed}, but its certificate is of {peer.caller}"
                     raise PeerRefused(what, reason="no_identity")
                 expired = PeerRefused("the certificate of a connection has expired", reason="expired")
                 peer.expire_in(tls.expires_in(peer.tls), expired)
-            peer.caller = said or ProcessIdentity(job, self._access.unnamed, 0)
+            peer.caller = claimed or ProcessIdentity(job, self._access.unnamed, 0)
             if peer.caller.job != job:
-                raise PeerRefused(f"the peer is {said}, of another job", reason="other_job")
+                raise PeerRefused(f"the peer is {claimed}, of another job", reason="other_job")
         self._peers.add(peer)
         return framing.welcome(self._server)
 
     def forget(self, peer: Caller, why: AsyncFlowError) -> None:
-        """Forget a peer that is gone."""
+        """Forget a peer whose connection has ended."""
         self._peers.discard(peer)
         if isinstance(why, ProtocolError):
             self.note_refusal(str(why), tls.refusal(why).reason)
 
     def _make_room(self) -> bool:
-        """Cut off who has not said who it is, else who has been idle for longest; return whether there was one."""
+        """Cut off the oldest unidentified peer, otherwise the longest idle one; return whether there was one."""
         if self._listener is not None and self._listener.end_handshake():
             return True
         now = asyncio.get_running_loop().time()
@@ -325,7 +324,7 @@ class RpcServer:
         return bool(idle)
 
     def deliver(self, peer: Caller, parts: list[memoryview]) -> None:
-        """Begin the call that a message of a peer makes."""
+        """Start the call in a peer's message, or cancel a running one."""
         if not parts:
             self._drop("short")
             return
@@ -362,10 +361,10 @@ class RpcServer:
         self.counters.calls[header.method] += 1
         self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(self, peer: Caller, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
-        """Answer a call with what ``handler`` returns or raises, at once or when that is done."""
+    def _answer(self, peer: Caller, header: framing.Call, handler: Callable[..., Reply], *arguments: Any) -> None:
+        """Answer a call with the result or error of ``handler``, immediately or when its awaitable is done."""
         try:
-            reply = handler(*asked)
+            reply = handler(*arguments)
             if isinstance(reply, Awaitable):
                 self._await_reply(peer, header, asyncio.ensure_future(reply))
             else:
@@ -378,7 +377,7 @@ class RpcServer:
             self._refuse(peer, header, RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint))
 
     def _await_reply(self, peer: Caller, header: framing.Call, running: asyncio.Future[Reply]) -> None:
-        """Answer a call when ``running`` is done, which is cancelled when the caller waits no more."""
+        """Answer a call when ``running`` is done; cancel it when the caller stops waiting."""
         peer.running[header.call] = running
         self._running += 1
         deadline = running.get_loop().call_later(header.timeout, running.cancel)
@@ -398,7 +397,7 @@ class RpcServer:
     def _send_reply(self, peer: Caller, header: framing.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = framing.encode(answer)
-        framing.check_size("the answer to", header.method, body, out, limit=self._max_message)
+        framing.check_size("the reply to", header.method, body, out, limit=self._max_message)
         peer.send_answer(header.call, [framing.encode(framing.Answer(header.call, len(out))), body, *out])
 
     def _refuse(self, peer: Caller, header: framing.Call, error: AsyncFlowError) -> None:
@@ -406,7 +405,7 @@ class RpcServer:
         peer.send_answer(header.call, [framing.encode(framing.Failure(header.call)), framing.encode(error.to_wire())])
 
     def _may(self, peer: Caller, header: framing.Call, request: Struct) -> bool:
-        """Return whether a caller may make this call; where it may not, it is told so, and that is counted."""
+        """Return whether a caller may make this call. If not, refuse the call and count it."""
         assert peer.caller is not None
         try:
             self._access.check(peer.caller, header.method, request)
@@ -417,7 +416,7 @@ class RpcServer:
         return True
 
     def note_refusal(self, why: str, reason: str) -> None:
-        """Count what was refused here, or beside this server, and log the first of each reason."""
+        """Count a refusal by this server, or by another server of its process; log the first of each reason."""
         self.counters.refused[reason] += 1
         level = logging.WARNING if self.counters.refused[reason] == 1 else logging.DEBUG
         log.log(level, "%s: refused a peer (%s): %s", self.name, reason, why)

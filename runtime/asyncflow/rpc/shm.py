@@ -1,21 +1,21 @@
 """Shared memory between two processes of one host, for the large parts of messages (``framing``) of one connection.
 
-*Socket.* A server listens at a name in the abstract namespace that says its address; a caller of that address tries the
-name first, and hands over an arena for each direction with its first bytes, first the one that it fills. Such names end
-at this host, and with their process.
+*Socket.* A server listens in the abstract namespace under a name made from its address. A caller tries that name first,
+and with its first bytes hands over an arena for each direction, first the arena that it fills. The names are visible on
+this host only, and end with their process.
 
 *Arena.* A file without a name (memfd), which ends with the last process that has it open or mapped. It begins with one
-byte for each of its pages. The sender knows which pages are free, copies a part there and says where; the receiver uses
-the part where it lies (a *loan*), and when the last view of it is gone, in whichever thread, sets the byte of its first
-page, of which the sender learns when it needs pages next. At most half of an arena is in use: what comes then is copied
-out. Memory is mapped as long as a loan lasts, also after the connection and the sender have ended. A part that finds no
-room is sent as any other; nobody waits for room.
+byte for each of its pages. The sender knows the free pages, copies a part into some, and sends the location. The
+receiver uses the part in place (a *loan*). When the last view of it is released, in any thread, the receiver sets the
+byte of the part's first page; the sender reads that byte when it next needs pages. At most half of an arena is on loan:
+further parts are copied out. Memory is mapped as long as a loan lasts, even after the connection and the sender have
+ended. A part for which there is no room is sent over the socket; no process waits for room.
 
-Invariants: both sides have checked that the other runs as the same user, else they do without, over TCP, and nothing is
-lost; neither side can make the file shorter under the other, so no access to it ever fails; the sender believes of
-those bytes only that places it has given out are free again, the receiver of a place only that it lies in the file and
-begins where no other does that is still in use; a process has no more than ``MOST_FILLED`` bytes of pages that it has
-begun to fill. A peer may change the bytes of a part that it has sent, as it could change any memory of this process.
+Invariants: both sides verify that the other one runs as the same user, otherwise they use TCP and lose nothing; neither
+side can shrink the file, so no access to it ever fails; the sender trusts those bytes only to free places that it has
+used, the receiver trusts a place only if it lies in the file and begins at no page of a loan; a process allocates at
+most ``MOST_FILLED`` bytes of pages. A peer may change the bytes of a part after sending it, as the same user could
+change any memory of this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncflow.errors import ProtocolError
 
 
 class Heap:
-    """The pages from ``first`` up to ``end``. A place is named by its first page."""
+    """The pages from ``first`` up to ``end``. A place is identified by its first page."""
 
     def __init__(self, *, first: int, end: int) -> None:
         self._first, self._end = first, end
@@ -50,7 +50,7 @@ class Heap:
         return place in self._places
 
     def take(self, pages: int) -> int | None:
-        """Return the lowest place of so many pages, at least one; None where no run is long enough."""
+        """Return the lowest place of so many pages, at least one; None if no free run is long enough."""
         begin = self._first
         for place in sorted(self._places):
             if place - begin >= pages:
@@ -62,7 +62,7 @@ class Heap:
         return begin
 
     def give_back(self, place: int) -> None:
-        """Free a place that was taken."""
+        """Free a place."""
         del self._places[place]
 
 
@@ -70,7 +70,7 @@ SIZE = 256 << 20
 """Bytes of an arena."""
 PAGE = mmap.PAGESIZE
 FREE = 1
-"""What the byte of a place's first page becomes when its part is needed no more."""
+"""Value of the byte of a place's first page when its part is no longer in use."""
 MOST_FILLED = 512 << 20
 _LARGEST = 1 << 30
 _NAME = "asyncflow"
@@ -78,7 +78,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class _Allowance:
-    """Pages that this process may still begin to fill."""
+    """Counts the pages that this process has allocated in arenas, up to ``MOST_FILLED`` bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ _ALLOWANCE = _Allowance()
 
 
 def new_arena() -> int:
-    """Make the file of an arena. Raises OSError where this host does not let it."""
+    """Make the file of an arena. Raises OSError if this host does not support it."""
     file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, SIZE)
@@ -111,25 +111,25 @@ def new_arena() -> int:
 
 
 def check(file: int) -> None:
-    """Raise ProtocolError where a file that a peer brought is none of ``new_arena``."""
+    """Raise ProtocolError if a file received from a peer is not an arena made by ``new_arena``."""
     try:
         size = os.fstat(file).st_size
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if not sealed or os.fstatvfs(file).f_bsize != PAGE:
-            raise ProtocolError("a peer wants to share a file that is no arena")
+            raise ProtocolError("a peer wants to share a file that is not an arena")
     except OSError as error:
-        raise ProtocolError(f"a peer wants to share a file that is no arena: {error}") from error
+        raise ProtocolError(f"a peer wants to share a file that is not an arena: {error}") from error
     if not 0 < size <= _LARGEST or size % PAGE:
         raise ProtocolError(f"a peer wants to share {size} bytes")
 
 
 def pages_of(size: int) -> int:
-    """Return how many pages so many bytes need."""
+    """Return the number of pages for ``size`` bytes."""
     return -(-size // PAGE)
 
 
 class Outgoing:
-    """The sender's side of an arena. file: its descriptor, which this owns."""
+    """The sender's side of an arena. file: its descriptor, which this object closes."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -139,7 +139,7 @@ class Outgoing:
         self._filled = 0
 
     def put(self, part: memoryview) -> int | None:
-        """Copy a part to where the other side finds it; give the page where it begins, None where it finds no room."""
+        """Copy a part into the arena; return its first page, None if there is no room."""
         pages = pages_of(len(part))
         if self._map is not None:
             self._take_back(self._map)
@@ -154,7 +154,7 @@ class Outgoing:
         return page
 
     def close(self) -> None:
-        """Release it; the other side keeps what it has."""
+        """Release the arena; the receiver keeps its loans."""
         if self._file >= 0:
             os.close(self._file)
             self._file, self._map = -1, None
@@ -162,16 +162,16 @@ class Outgoing:
             _ALLOWANCE.give(self._filled)
 
     def _take_back(self, memory: mmap.mmap) -> None:
-        """Free the places that the other side needs no more."""
-        given, page = memory[: self._filled], 0
-        while (page := given.find(FREE, page)) >= 0:
+        """Free the places that the receiver has released."""
+        released, page = memory[: self._filled], 0
+        while (page := released.find(FREE, page)) >= 0:
             memory[page] = 0
             if page in self._heap:
                 self._heap.give_back(page)
             page += 1
 
     def _filled_to(self, end: int) -> mmap.mmap | None:
-        """Return the memory, of which the pages up to ``end`` are there; None where they cannot be."""
+        """Return the memory after allocating the pages up to ``end``; None if they cannot be allocated."""
         if end > self._filled:
             more = end - self._filled
             if not _ALLOWANCE.take(more):
@@ -187,10 +187,10 @@ class Outgoing:
 
 
 class _Mapping(mmap.mmap):
-    """The memory of an arena, which the views of loans keep alive, and with it what must be known when they end.
+    """The mapped memory of an arena, which the views of loans keep alive, with the data needed when they end.
 
-    loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one that
-    received, since those that were forked from it give nothing back.
+    loans: by first page; ended: sizes of ended loans, to be subtracted by ``Incoming``; process: the receiving process,
+    because its forks must not release anything.
     """
 
     def __init__(self, *_: int) -> None:
@@ -207,7 +207,7 @@ class _Mapping(mmap.mmap):
 
 
 class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
-    """Ends with the array that it refers to."""
+    """A weak reference to the array of a loan, which ends with the array."""
 
     __slots__ = ("mapping", "page", "size")
     mapping: _Mapping
@@ -216,7 +216,7 @@ class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
 
 
 def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
-    """Return the pages of a loan. This may run between any two steps of any thread: it takes no lock."""
+    """Release the pages of a loan. It may run between any two steps of any thread, so it takes no lock."""
     assert isinstance(loan, _Loan)
     mapping = loan.mapping
     if mapping.process != os.getpid():
@@ -230,7 +230,7 @@ def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
 
 
 class Incoming:
-    """The receiver's side of an arena. file: its descriptor, which this owns."""
+    """The receiver's side of an arena. file: its descriptor, which this object closes."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -241,7 +241,7 @@ class Incoming:
         self._in_use = 0
 
     def take(self, page: int, size: int) -> memoryview:
-        """Return a part that the sender has put there."""
+        """Return a part that the sender has put at ``page``."""
         mapping = self._mapping or self._mapped()
         ended = mapping.ended
         while ended:
@@ -249,20 +249,20 @@ class Incoming:
         if not self._first <= page < page + pages_of(size) <= self._pages:
             raise ProtocolError(f"a part of {size} bytes cannot lie at page {page} of {self._pages}")
         if page in mapping.loans:
-            raise ProtocolError(f"a part of {size} bytes cannot lie at page {page}, where another one does")
-        there = np.frombuffer(mapping, np.uint8, size, page * PAGE)
+            raise ProtocolError(f"a part of {size} bytes cannot lie at page {page}, which is in use")
+        part = np.frombuffer(mapping, np.uint8, size, page * PAGE)
         if self._in_use + size > self._most_in_use:
-            copied = there.copy()
+            copied = part.copy()
             mapping[page] = FREE
             return copied.data
-        loan = _Loan(there, _ended)
+        loan = _Loan(part, _ended)
         loan.mapping, loan.page, loan.size = mapping, page, size
         mapping.loans[page] = loan
         self._in_use += size
-        return there.data
+        return part.data
 
     def close(self) -> None:
-        """Take nothing any more; what is in use stays."""
+        """Stop receiving; existing loans stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -278,7 +278,7 @@ class Incoming:
 
     def _mapped(self) -> _Mapping:
         if self._file < 0:
-            raise ProtocolError("a part came through an arena that is closed")
+            raise ProtocolError("a part magic through an arena that is closed")
         made = self._mapping = _Mapping(self._file, self._pages * PAGE)
         os.close(self._file)
         self._file = -1
@@ -286,7 +286,7 @@ class Incoming:
 
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
-"""Variable that switches shared memory off where it is ``off``."""
+"""Variable that disables shared memory if it is ``off``."""
 _MAGIC = b"AFm3"
 _LONGEST_NAME = 107
 _BACKLOG = 1024
@@ -294,44 +294,44 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Arenas(NamedTuple):
-    """The memory of one connection: for what this side sends, and for what comes."""
+    """The memory of one connection: for sent and for received parts."""
 
     outgoing: Outgoing
     incoming: Incoming
 
     def close(self) -> None:
-        """Release both; what is in use stays."""
+        """Release both; existing loans stay valid."""
         self.outgoing.close()
         self.incoming.close()
 
 
 def dialled(address: str) -> tuple[socket.socket, Arenas] | None:
-    """Connect to whoever listens at ``address`` on this host, and hand over new arenas; None where that is nobody."""
+    """Connect to the server of ``address`` on this host, and hand over new arenas; None if there is no such server."""
     name = _name(address)
     if name is None:
         return None
     files: list[int] = []
-    made = socket.socket(socket.AF_UNIX)
+    sock = socket.socket(socket.AF_UNIX)
     try:
-        made.setblocking(False)
-        made.connect(name)
-        if is_same_user(made):
-            files.extend(new_arena() for _ in range(2))  # one by one: the first is closed if there is no second
-            socket.send_fds(made, [_MAGIC], files)
-            return made, Arenas(Outgoing(files[0]), Incoming(files[1]))
+        sock.setblocking(False)
+        sock.connect(name)
+        if is_same_user(sock):
+            files.extend(new_arena() for _ in range(2))  # one by one: the first is closed if the second fails
+            socket.send_fds(sock, [_MAGIC], files)
+            return sock, Arenas(Outgoing(files[0]), Incoming(files[1]))
     except OSError:
         for file in files:
             os.close(file)
-    made.close()
+    sock.close()
     return None
 
 
 def received(caller: socket.socket) -> Arenas:
-    """Take in the arenas that a caller of this host hands over first. Raises ProtocolError where it has none."""
-    came, files, _, _ = socket.recv_fds(caller, len(_MAGIC), 2, socket.MSG_CMSG_CLOEXEC)
+    """Receive the arenas that a caller of this host hands over first. Raises ProtocolError if there are none."""
+    magic, files, _, _ = socket.recv_fds(caller, len(_MAGIC), 2, socket.MSG_CMSG_CLOEXEC)
     try:
-        if came != _MAGIC or len(files) != 2:
-            raise ProtocolError("a peer of this host brought no arenas")
+        if magic != _MAGIC or len(files) != 2:
+            raise ProtocolError("a peer of this host sent no arenas")
         for file in files:
             check(file)
     except ProtocolError:
@@ -342,31 +342,31 @@ def received(caller: socket.socket) -> Arenas:
 
 
 def listening(address: str) -> socket.socket | None:
-    """Listen to callers of this host that dial ``address``; None where that cannot be."""
+    """Listen to callers of this host that dial ``address``; None if this is not possible."""
     name = _name(address)
     if name is None:
         return None
-    made = socket.socket(socket.AF_UNIX)
+    sock = socket.socket(socket.AF_UNIX)
     try:
-        made.setblocking(False)
-        made.bind(name)
-        made.listen(_BACKLOG)
+        sock.setblocking(False)
+        sock.bind(name)
+        sock.listen(_BACKLOG)
     except OSError:
-        made.close()
+        sock.close()
         return None
-    return made
+    return sock
 
 
 def is_same_user(peer: socket.socket) -> bool:
-    """Return whether the peer runs as this user, and that can be known: users without a number here share one."""
+    """Return whether the peer certainly runs as this user. Users unknown in this namespace all have the same number."""
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
-    return bool(user == os.geteuid() and user != _nobody())
+    return bool(user == os.geteuid() and user != _overflow_uid())
 
 
 @functools.cache
-def _nobody() -> int:
-    """Return the number by which users are seen that have none in this namespace."""
+def _overflow_uid() -> int:
+    """Return the number that the kernel shows for users without a number in this namespace."""
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
