@@ -26,7 +26,7 @@ def test_a_file_replaces_figures_of_a_row() -> None:
 @pytest.mark.parametrize(
     ("figures", "why"),
     [
-        ({"like": "h300"}, "like: 'h300' is no device"),
+        ({"like": "h300"}, "like: 'h300' is not a known device"),
         ({"like": "h100", "name": "mine", "memry": 1.0}, "unknown field `memry`"),
         ({"like": "h100", "name": "mine", "usable": 1.5}, r"<= 1.0 - at `\$.usable`"),
         ({"name": "mine", "profile": "nvidia"}, "missing required field `memory`"),

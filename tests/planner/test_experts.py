@@ -209,7 +209,7 @@ def test_the_paper_s_own_division_is_read_from_vllm_s_arguments() -> None:
         split_of(*published("rollout.engine.options.args.data_parallel_size=20"))
     with pytest.raises(ManifestError, match="cannot divide 12288 samples, 256 experts, 128 heads or 61 layers so"):
         split_of(*published("trainer.backend.options.expert_parallel=3"))
-    with pytest.raises(ManifestError, match=r"expert_parallel: 'many' is no number of devices"):
+    with pytest.raises(ManifestError, match=r"expert_parallel: 'many' is not a number of devices"):
         split_of(*published("trainer.backend.options.expert_parallel=many"))
 
 

@@ -55,7 +55,7 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     why = refusal_of_trainer(problem.shape, problem.device, problem.work, devices=4)
     assert why.startswith("training Qwen2.5-32B on 4 devices (DP4) needs 139 GB on each (133 GB of weights, gradients")
     assert why.endswith("a device has 80 GB, of which 72 GB are for tensors: give the trainer 16 devices")
-    with pytest.raises(ManifestError, match=r"1 of 5 devices generate at the least, and training Qwen2\.5-32B on 4"):
+    with pytest.raises(ManifestError, match=r"at least 1 of 5 devices must generate, and training Qwen2\.5-32B on 4"):
         next(splits(replace(problem, devices=5)))
     with pytest.raises(ManifestError, match=r"training Qwen2\.5-32B on 2 devices \(DP1 TP2\) needs"):
         problem.split(instance=EngineLayout(tp=2), instances=1, layout=TrainerLayout(dp=1, tp=2))

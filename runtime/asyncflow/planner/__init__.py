@@ -1,7 +1,7 @@
-"""The planner (AsyncFlow §4.3): how long a step of a job takes on given devices, and how to divide them.
+"""The planner (AsyncFlow §4.3): predicts the duration of a step on given devices, and the best division of the devices.
 
-A cost model says what a token, a micro-batch and a transfer cost on a kind of device (``devices``, ``shapes``,
-``costs``); a division of the devices makes of that a scenario, or does not fit (``layouts``); bounds in closed form
-leave out what cannot be the best, and the simulator ranks the rest (``search``). Pure: measured runs and files come in
-as values.
+A cost model computes the cost of a token, a micro-batch and a transfer on a kind of device (``devices``, ``shapes``,
+``costs``). Each division of the devices either becomes a scenario or does not fit (``layouts``). Closed-form bounds
+exclude divisions that cannot be the best, and the simulator ranks the rest (``search``). The planner is pure: measured
+runs and files are passed in as values.
 """

@@ -1,8 +1,8 @@
-"""Advice in one sentence: what limits a step, how many devices to move where, and what that brings.
+"""Advice in one sentence: the bottleneck of a step, the number of devices to move, and the gain.
 
-verl reads two idle ratios and moves devices from the side that waits to the one that is waited for. In the same model
-the busy seconds of a side, times its devices, are its work; N devices are in balance where both sides take equally
-long: of N, N W_train / (W_generate + W_train) train.
+verl compares two idle ratios and moves devices from the side that waits to the side that it waits for. In the same
+model the work of a side is its busy seconds times its devices. N devices are in balance if both sides take equally
+long, that is if N W_train / (W_generate + W_train) of them train.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from asyncflow.planner.layouts import EnginePlan, TrainerPlan
 from asyncflow.planner.search import Candidate, SplitProblem
 
 _SAME: Final = 0.02
-"""Times that differ by less are the same."""
+"""Relative difference below which two times count as equal."""
 _IDLE: Final = 0.1
-"""A side that is idle for less is busy."""
+"""Idle share below which a side counts as busy."""
 _WAITS: Final = 0.2
-"""Where both sides are idle for more, neither of them limits."""
+"""Idle share of both sides above which neither of them is the bottleneck."""
 _LONG: Final = 0.25
-"""Share of a step from which on its longest response counts."""
+"""Share of a step above which its longest response is reported."""
 _MORE: Final = 0.25
-"""A side that works longer than its tokens take, by more than this, is busy without being full."""
+"""Relative excess of a side's busy time over its bound above which the side is not fully used."""
 
 
 def balance(choice: Candidate, *, devices: int) -> int:
-    """Return how many of ``devices`` devices train where both sides take equally long."""
+    """Return the number of ``devices`` that must train so that both sides take equally long."""
     seconds = busy_seconds(choice)
     generates, trains = seconds[0] * choice.split.generating, seconds[1] * choice.split.trainer.devices
     return min(devices - 1, max(1, round(devices * trains / (generates + trains))))
 
 
 def limiter(problem: SplitProblem, choice: Candidate) -> str:
-    """Return what limits a step of a choice: the side that is busy, or why neither is, with the largest part of it."""
+    """Return the bottleneck of a choice: the busy side with its largest cost, or the reason why both sides wait."""
     outcome, bound = choice.outcome, choice.bound
     if min(outcome.generation_idle, outcome.training_idle) > _WAITS:
         return _both_wait(problem, choice)
@@ -95,7 +95,7 @@ def _generation(engine: EnginePlan) -> str:
 
 
 def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> str:
-    """Return one sentence with its arithmetic: now is the manifest's own split, where it has one that fits."""
+    """Return one sentence with its arithmetic. now: the manifest's own split, None if it does not fit."""
     if now is None:
         return _of_best(problem, best)
     idle = now.outcome

@@ -1,12 +1,12 @@
-"""Bounds of a step's time in closed form: what no schedule can beat on a division of the devices.
+"""Lower bounds of a step's time in closed form, for a division of the devices.
 
-T_gen is the time in which the engines can make the tokens of a step, T_train that of the trainer. A synchronous step
-takes their sum and the update of the weights; a periodic one at least the longer of them, and the update (Periodic
-Asynchrony §3); an asynchronous one at least the longer, and, as D_k begins under θ_{k-1-η} or newer, a (η + 1)th part
-of the way from a version to the version that its samples make.
+T_gen is the time in which the engines can generate the tokens of a step, T_train the time in which the trainer can
+train on them. A synchronous step takes at least their sum and the update of the weights; a periodic one at least the
+longer of them, and the update (Periodic Asynchrony §3); an asynchronous one at least the longer of them, and, as D_k
+starts under θ_{k-1-η} or newer, a (η + 1)th part of the time from a version to the version trained on its samples.
 
-Invariant: each is a lower bound of what the simulator finds, for lengths as long as expected, less what those that are
-drawn may be shorter (``slack``), so that a search may leave out what is above the best that was simulated.
+Invariant: each is a lower bound of the simulated time, for lengths as long as expected, reduced by the amount by which
+random lengths may be shorter (``slack``), so a search may skip every split with a bound above the best simulated time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MODEL: Final = 0.03
 _DEVIATIONS: Final = 3
 _STEPS: Final = 3
 _LEAST: Final = 0.5
-"""Slack: 3 % for what the formulas round, and three standard deviations of the mean length over three steps."""
+"""Constants of ``slack``: 3 % for the rounding of the formulas, and three standard deviations of the mean length over
+three steps, limited to a half."""
 
 Limit = Literal["training", "generation", "longest response", "both in turn", "lag"]
-"""What a step's time comes from: the trainer, the engines' throughput, the last response of a step, generation and
-training one after the other, or the way from a version to the next under the schedule's lag."""
+"""The bottleneck of a step: the trainer, the engines' throughput, the last response of a step, generation and training
+in sequence, or the time from a version to the next one under the schedule's lag."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """All devices."""
         return self.generating + self.trainer.devices
 
     @property
@@ -55,15 +56,15 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generates(self) -> str:
-        """The side that generates: ``192 (3 x TP2 DP32 EP64)``."""
+        """The generating side: ``192 (3 x TP2 DP32 EP64)``."""
         return f"{self.generating} ({self.instances} x {self.engine.layout})"
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """Least seconds of a step, and what they come from.
+    """Minimum seconds of a step, and its bottleneck.
 
-    generation_s: of the engines for a step's tokens; tail_s: how much longer its longest response takes; training_s: of
-    the trainer; update_s: in which new weights let nobody work.
+    generation_s: of the engines for a step's tokens; tail_s: additional seconds of its longest response; training_s: of
+    the trainer; update_s: seconds in which an update of the weights stops all work.
     """
 
     step_s: float
@@ -75,27 +76,28 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generation_idle(self) -> float:
-        """Share of a step in which the engines have nothing to do."""
+        """Share of a step in which the engines are idle."""
         return max(0.0, 1 - self.generation_s / self.step_s)
 
     @property
     def training_idle(self) -> float:
-        """Share of a step in which the trainer has nothing to do."""
+        """Share of a step in which the trainer is idle."""
         return max(0.0, 1 - self.training_s / self.step_s)
 
 
 def slack(work: StepWork) -> float:
-    """Return by which factor the lengths of a few steps may be shorter than expected."""
+    """Return the factor by which the lengths of a few steps may be shorter than expected."""
     deviation = work.responses.variation / math.sqrt(_STEPS * work.samples)
     return max(_LEAST, 1 - _MODEL - _DEVIATIONS * deviation)
 
 
 def generation_s(work: StepWork, engine: EnginePlan, *, instances: int, out: float) -> tuple[float, float]:
-    """Return the seconds of the engines for a step's tokens, and how much longer the longest response takes.
+    """Return the engines' seconds for a step's tokens, and the additional seconds of the longest response.
 
-    An instance has its share n of the samples. With c of them running a token takes token_s + share_s (c - 1), so over
-    all tokens it takes (token_s - share_s) K + share_s T: T tokens in all, and K passes over all that run, at least T
-    by the number that run at once, and at least the length of the longest. out: steps whose prompts are out at once.
+    An instance has its share n of the samples. With c of them running a token takes token_s + share_s (c - 1), so all
+    tokens take (token_s - share_s) K + share_s T. T is the number of tokens, and K the number of decoding steps: at
+    least T divided by the number of sequences that run concurrently, and at least the length of the longest sample.
+    out: number of steps whose prompts are in flight at the same time.
     """
     share = max(1.0, work.samples / instances)
     longest, prefill = work.responses.longest(work.samples), engine.prefill_s / engine.token_s
@@ -108,7 +110,7 @@ def generation_s(work: StepWork, engine: EnginePlan, *, instances: int, out: flo
 
 
 def bound_of(work: StepWork, schedule: ScheduleSpec, split: Split) -> Bound:
-    """Return the least time of a step under a schedule."""
+    """Return the minimum time of a step under a schedule."""
     engine, cost = split.engine, split.trainer.cost
     exposed = (cost.publish_s + engine.pull_s + engine.swap_s) / schedule.sync_every
     waits = schedule.update == "sync"

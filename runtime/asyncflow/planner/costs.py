@@ -1,18 +1,19 @@
 """Costs of generation, training and transfers on a kind of device, in closed form (AsyncFlow §4.3's hybrid cost model).
 
-Everything is a pure function of a shape, a device and sizes; what a probe has measured replaces it (``measured``).
+All functions are pure functions of a shape, a device and sizes. Measured coefficients replace computed ones
+(``measured``).
 
 Sources of the formulas: roofline of bytes and operations (Williams et al. 2009); ring all-reduce, 2 (n - 1) / n of the
 bytes (Thakur et al. 2005); operations of a pass, all-reduces of tensor parallelism and the pipeline's bubble
-(Narayanan et al. 2021, §§2-3, 5.1); memory of activations (Korthikanti et al. 2022, eq. 2 without the term of
-attention, which is never stored); states over devices (Rajbhandari et al. 2020).
+(Narayanan et al. 2021, §§2-3, 5.1); memory of activations (Korthikanti et al. 2022, eq. 2 without the attention term,
+because attention scores are never stored); optimizer states over devices (Rajbhandari et al. 2020).
 
-Mixtures of experts: experts are divided over devices that are data-parallel in everything else, and tokens travel to
-them and back by two all-to-alls a layer (DeepSpeed-MoE, arXiv 2201.05596, §5.3). In the engine these are all devices of
-an instance, tensor times data parallel (vLLM, "Expert Parallel Deployment": EP_SIZE = TP_SIZE x DP_SIZE); a token is
-sent once for each of its experts (point to point, DeepSeek-V3, arXiv 2412.19437, §3.4.2). In the trainer experts and
-the rest have divisions of their own on the same devices (Megatron-Core MoE: expert data parallel = devices / (expert
-tensor x expert x pipeline parallel)). Routing is taken as even.
+Mixtures of experts: experts are divided over devices that are data-parallel for the other layers, and tokens travel to
+them and back in two all-to-alls per layer (DeepSpeed-MoE, arXiv 2201.05596, §5.3). In the engine these are all devices
+of an instance, tensor times data parallel (vLLM, "Expert Parallel Deployment": EP_SIZE = TP_SIZE x DP_SIZE); a token is
+sent once for each of its experts (point to point, DeepSeek-V3, arXiv 2412.19437, §3.4.2). In the trainer the experts
+and the other parameters have separate divisions over the same devices (Megatron-Core MoE: expert data parallel =
+devices / (expert tensor x expert x pipeline parallel)). Routing is assumed to be uniform.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from asyncflow.planner.shapes import BYTES, Shape
 from asyncflow.planner.work import StepWork
 
 _BETWEEN_NODES: Final = 4
-"""Times the latency of an all-reduce inside a node that one between nodes has; assumed."""
+"""Latency of an all-reduce between nodes, as a multiple of the latency inside a node; assumed."""
 _ACTIVATION: Final = 34
 """Bytes of a layer's activations for each token and hidden unit, in 16 bit."""
 _ATTENTION: Final = 15
-"""Those of attention and norms among them; the rest are the dense gated part's, in whose place experts have others."""
+"""Bytes of ``_ACTIVATION`` for attention and norms. The rest is for the dense gated part, which experts replace."""
 _HEAD_TOKENS: Final = 2048
-"""Tokens whose logits exist at once in the trainer (``head_tokens``)."""
+"""Tokens whose logits exist at the same time in the trainer (``head_tokens``)."""
 _RESERVED: Final = 0.04
 """Part of an engine's memory for activations and compiled graphs; assumed."""
 MOMENTS: Final = 8
-"""Bytes of AdamW's moments of a parameter, always in float32."""
+"""Bytes of AdamW's moments per parameter, always in float32."""
 GRADIENT: Final = 4
-"""Bytes of a parameter's sum of gradients, always in float32."""
+"""Bytes of the accumulated gradient per parameter, always in float32."""
 
 
 def all_reduce_s(size: float, *, devices: int, device: Device) -> float:
-    """Return the seconds to sum ``size`` bytes over devices and have the sum on each of them, by a ring."""
+    """Return the seconds of a ring all-reduce of ``size`` bytes."""
     if devices == 1:
         return 0.0
     latency = device.hop_s * (1 if devices <= device.node else _BETWEEN_NODES)
@@ -52,9 +53,9 @@ def all_reduce_s(size: float, *, devices: int, device: Device) -> float:
 
 
 def all_to_all_s(size: float, *, devices: int, device: Device) -> float:
-    """Return the seconds in which each of the devices sends ``size`` bytes, to each an equal part of them.
+    """Return the seconds of an all-to-all in which each device sends ``size`` bytes, an equal part to each device.
 
-    Between nodes the network is what takes long: the parts of devices of its own node do not pass it.
+    Between nodes the network is the bottleneck. Parts for devices of the same node do not use it.
     """
     if devices == 1:
         return 0.0
@@ -65,9 +66,10 @@ def all_to_all_s(size: float, *, devices: int, device: Device) -> float:
 
 
 class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Division of an instance of the engine: tp devices for each of dp parts of the sequences.
+    """Division of an engine instance: the sequences are divided into dp parts, each on tp devices.
 
-    ep: devices over which experts are divided, all of the instance; 1: each expert is divided over tp, like the rest.
+    ep: number of devices over which experts are divided, either all devices of the instance, or 1: then each expert is
+    divided over tp, like the other parameters.
     """
 
     tp: int
@@ -80,11 +82,11 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp * self.dp
 
     def weights(self, shape: Shape) -> float:
-        """Return the parameters on one device."""
+        """Return the number of parameters on one device."""
         return shape.common / self.tp + shape.routed / max(self.tp, self.ep)
 
     def __str__(self) -> str:
-        """Return it as people write it: ``TP2 DP32 EP64``."""
+        """Return the layout in the usual notation: ``TP2 DP32 EP64``."""
         return _named((("TP", self.tp), *((name, n) for name, n in (("DP", self.dp), ("EP", self.ep)) if n > 1)))
 
 
@@ -93,7 +95,7 @@ def _named(parts: Iterable[tuple[str, int]]) -> str:
 
 
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoding step, in seconds: bytes read, operations, all-reduces, tokens to experts and back, and the rest."""
+    """Seconds of one decoding step: bytes read, operations, all-reduces, tokens to experts and back, and the rest."""
 
     read_s: float
     compute_s: float
@@ -113,8 +115,8 @@ def decoding(
     """Return the cost of one more token for each of ``running`` sequences that attend to ``context`` tokens.
 
     A data-parallel part has its share of the sequences. It reads the common weights once for all of them, the cache of
-    each for itself, and of experts those that any sequence of the instance uses; over tp devices a layer sums its
-    output twice. The heads of keys are repeated where there are fewer than devices.
+    each sequence, and every expert that any sequence of the instance uses. Over tp devices each layer sums its output
+    twice. The key heads are replicated if there are fewer of them than devices.
     """
     size = BYTES[dtype]
     each = max(1.0, running / layout.dp) if layout.dp > 1 else running
@@ -132,9 +134,9 @@ def decoding(
 
 
 def prefill_s(shape: Shape, device: Device, layout: EngineLayout, *, tokens: float, dtype: str) -> float:
-    """Return the seconds to compute the cache of ``tokens`` tokens: bound by arithmetic.
+    """Return the seconds to compute the cache of ``tokens`` tokens, which is bound by arithmetic.
 
-    One data-parallel part computes them, while the others do so for as many of theirs.
+    One data-parallel part computes them, while each other part computes as many of its own.
     """
     compute = tokens * shape.forward(context=tokens / 2) / (layout.tp * device.flops(dtype) * device.generate)
     reduced = tokens * shape.hidden * BYTES[dtype]
@@ -143,7 +145,7 @@ def prefill_s(shape: Shape, device: Device, layout: EngineLayout, *, tokens: flo
 
 
 def _engine_exchange_s(shape: Shape, device: Device, layout: EngineLayout, *, tokens: float, dtype: str) -> float:
-    """Return the seconds in which the tokens of each data-parallel part go to their experts and come back.
+    """Return the seconds in which the tokens of each data-parallel part travel to their experts and back.
 
     The tensor-parallel devices of a part send equal shares. Without data parallelism every device has all tokens.
     """
@@ -154,16 +156,16 @@ def _engine_exchange_s(shape: Shape, device: Device, layout: EngineLayout, *, to
 
 
 def engine_bytes(shape: Shape, device: Device, layout: EngineLayout, *, dtype: str) -> tuple[float, float]:
-    """Return the bytes of weights on one device of an engine, and those left for caches (negative: too few)."""
+    """Return the bytes of weights on one device of an engine, and the bytes left for caches (negative if too few)."""
     weights = layout.weights(shape) * BYTES[dtype]
     return weights, device.memory * (device.usable - _RESERVED) - weights
 
 
 class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Division of a trainer: dp x tp x pp devices. recompute: layers are computed again in the backward pass.
+    """Division of a trainer: dp x tp x pp devices. recompute: whether layers are recomputed in the backward pass.
 
-    ep: of the dp x tp devices of a stage, those over which experts are divided, each of them whole (Megatron-Core's
-    expert tensor parallelism of 1); 1: each expert is divided over tp, like the rest.
+    ep: number of the dp x tp devices of a stage over which experts are divided, each expert whole (Megatron-Core's
+    expert tensor parallelism of 1); 1: each expert is divided over tp, like the other parameters.
     """
 
     dp: int
@@ -178,23 +180,23 @@ class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        """Return it as people write it: ``DP8 TP4 PP6 EP16``."""
+        """Return the layout in the usual notation: ``DP8 TP4 PP6 EP16``."""
         more = (("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
         return _named((("DP", self.dp), *((name, n) for name, n in more if n > 1)))
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """Over how many devices common parameters are divided, and those of experts."""
+        """Numbers of devices over which common parameters and experts' parameters are divided."""
         return self.tp * self.pp, (self.ep if self.ep > 1 else self.tp) * self.pp
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the trainer, in seconds, and bytes on one device.
+    """Seconds of one step of the trainer.
 
-    compute_s: forward and backward, without waiting; bubble_s: stages that wait for others, and for what these send;
-    reduce_s: all-reduces of tensor parallelism; exchange_s: tokens on their way to experts and back; gather_s:
-    parameters and gradients over replicas, as far as computing does not hide it; optimizer_s: updates; publish_s:
-    copying what is published to the host.
+    compute_s: forward and backward passes, without waiting; bubble_s: stages waiting for other stages and for their
+    data; reduce_s: all-reduces of tensor parallelism; exchange_s: tokens travelling to experts and back; gather_s:
+    exchange of parameters and gradients between replicas, as far as it does not overlap with computation; optimizer_s:
+    updates; publish_s: copying the published weights to the host.
     """
 
     compute_s: float
@@ -207,7 +209,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step whose samples are all there, without its publication."""
+        """Seconds of a step if all its samples are available, without its publication."""
         computed = self.compute_s + self.bubble_s + self.reduce_s
         return computed + self.gather_s + self.optimizer_s + self.exchange_s
 
@@ -215,7 +217,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> TrainingCost:
     """Return the cost of a step's training under a layout.
 
-    Operations: those of a forward pass, three times for training, once more where layers are computed again, and once
+    The operations are those of a forward pass, three times for training, once more if layers are recomputed, and once
     for each further pass, over all tokens and epochs. A micro-batch has at most ``work.pack`` tokens.
     """
     trained = work.trained * work.epochs
@@ -240,9 +242,9 @@ def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout
 
 
 def _tensor_parallel_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout, *, batches: float) -> float:
-    """Return the seconds of all-reduces: two a layer forward, two backward, two more where it is computed again.
+    """Return the seconds of all-reduces: two per layer forward, two backward, two more if the layer is recomputed.
 
-    Experts that are whole have none, so that half of them remain where no shared experts are divided beside them.
+    Whole experts need none. In their layers half of the all-reduces remain, if no shared experts are divided as well.
     """
     if layout.tp == 1:
         return 0.0
@@ -253,12 +255,12 @@ def _tensor_parallel_s(shape: Shape, device: Device, work: StepWork, layout: Tra
 
 
 def _exchanges(work: StepWork, layout: TrainerLayout) -> float:
-    """Return how often a layer's devices exchange tokens: twice in each pass forward and backward."""
+    """Return the number of exchanges of tokens between a layer's devices: two in each pass, forward and backward."""
     return 4 + (2 if layout.recompute else 0) + 2 * work.passes / work.epochs
 
 
 def _exchange_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout, *, batches: float) -> float:
-    """Return the seconds in which tokens go to their experts and come back, and gradients do, without overlap."""
+    """Return the seconds in which tokens and gradients travel to the experts and back, without overlap."""
     if layout.ep == 1:
         return 0.0
     tokens = work.trained * work.epochs / layout.dp / layout.tp / batches
@@ -268,7 +270,7 @@ def _exchange_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLay
 
 
 def _pipeline_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> float:
-    """Return the seconds in which a stage sends activations forward and gradients backward, of all its tokens."""
+    """Return the seconds in which a stage sends activations forward and gradients backward, for all its tokens."""
     if layout.pp == 1:
         return 0.0
     tokens = work.trained * work.epochs / layout.dp
@@ -278,11 +280,11 @@ def _pipeline_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLay
 def _over_replicas_s(
     shape: Shape, device: Device, work: StepWork, layout: TrainerLayout, *, compute: float, batches: float, updates: int
 ) -> float:
-    """Return the seconds in which replicas exchange, and nothing is computed.
+    """Return the seconds in which replicas exchange data that does not overlap with computation.
 
-    FSDP gathers all parameters forward and backward and scatters gradients in each micro-batch, beside computing.
-    With tensor and pipeline parallelism gradients are scattered and weights gathered once an update, behind it, of
-    common parameters and of experts over the replicas that each has.
+    FSDP gathers all parameters forward and backward and scatters gradients in each micro-batch, during computation.
+    With tensor and pipeline parallelism gradients are scattered and weights gathered once per update, after the
+    computation: common parameters over their replicas, and experts over theirs.
     """
     common, routed = layout.cuts
     sent = _sent(shape.common, over=common, devices=layout.devices)
@@ -295,19 +297,19 @@ def _over_replicas_s(
 
 
 def _sent(parameters: int, *, over: int, devices: int) -> float:
-    """Return the parameters that a device sends when those that it has are summed or gathered over their replicas."""
+    """Return the number of parameters that a device sends when its parameters are summed or gathered over replicas."""
     return (devices - over) / devices * (parameters / over)
 
 
 def _states(shape: Shape, work: StepWork, layout: TrainerLayout) -> float:
-    """Return the bytes on one device that an update of the weights reads and writes."""
+    """Return the bytes on one device that an optimizer update reads and writes."""
     return shape.parameters / layout.devices * (MOMENTS + GRADIENT + BYTES[work.holds])
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one device of the trainer: weights, gradients and moments; a frozen model; what a pass needs.
+    """Bytes on one device of the trainer: states (weights, gradients and moments), a frozen model, activations.
 
-    experts: those of ``states`` that are of experts which a router chooses from.
+    experts: bytes of ``states`` for experts that a router selects.
     """
 
     states: float
@@ -317,18 +319,18 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> float:
-        """All of them."""
+        """All bytes."""
         return self.states + self.frozen + self.activations
 
 
 def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memory:
     """Return the bytes that one device of the trainer needs.
 
-    FSDP cuts everything over all devices and gathers a layer at a time. With tensor and pipeline parallelism each
-    replica holds weights and gradients, cut over tp x pp, and a part of the float32 weights and moments; experts are
-    cut over ep x pp, and their float32 weights and moments over the replicas that are left. Activations are those of a
-    micro-batch, of each stage in as many as there are stages, or of one layer and the inputs of all where layers are
-    computed again; tensor parallelism cuts them too (sequence parallelism).
+    FSDP shards all parameters over all devices and gathers one layer at a time. With tensor and pipeline parallelism
+    each replica holds weights and gradients, divided over tp x pp, and a share of the float32 weights and moments.
+    Experts are divided over ep x pp, and their float32 weights and moments over the remaining replicas. Activations are
+    those of a micro-batch, in each stage for as many micro-batches as there are stages. If layers are recomputed, they
+    are those of one layer and the inputs of all. Tensor parallelism divides them too (sequence parallelism).
     """
     models = 2 if work.critic else 1
     width = BYTES[work.compute]
@@ -364,9 +366,9 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
 def _activations(shape: Shape, layout: TrainerLayout) -> tuple[float, float]:
     """Return the bytes of a token's activations on a device, in 16 bit: of a dense layer, and of one with experts.
 
-    It is 0 for a kind that the model does not have. Each expert that a token uses has a copy of the token, its answer,
-    and three times its hidden units (gate, up, and their product), 2 bytes a number. Where each expert is divided over
-    tp, all of tp have the copies and the answers.
+    They are 0 for a kind of layer that the model does not have. Each expert of a token holds a copy of the token, its
+    output, and three times its hidden units (gate, up, and their product), 2 bytes per number. If each expert is
+    divided over tp, all tp devices hold the copies and the outputs.
     """
     dense = shape.hidden * _ACTIVATION / layout.tp if shape.dense else 0.0
     if not shape.experts:

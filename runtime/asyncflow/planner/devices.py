@@ -1,7 +1,7 @@
-"""Kinds of device as facts: memory, arithmetic, bandwidths, and the part of each that real programs reach.
+"""Kinds of devices: memory, arithmetic, bandwidths, and the share of each that real programs reach.
 
-Invariant: every figure says where it comes from (``Device.sources``): a data sheet, a measurement, or an assumption,
-which a probe or a file of the user's replaces.
+Invariant: every figure has a source (``Device.sources``): a data sheet, a publication, a measurement, or an assumption,
+which a probe or a user's file replaces.
 
 Sources of measurements: ``facts/gpu.md`` of the project (one H100, vLLM 0.25.1, torch 2.11: 2.56 ms a token for one
 sequence, 4.8 ms for 64, 21 ms for 512 of a model of 0.6 B parameters), ``docs/internals/gpu.md`` (trainer on H100),
@@ -33,14 +33,15 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of device.
 
-    profile: row of ``asyncflow.api.placement.PROFILES`` that it belongs to. memory: bytes. bf16, fp32: peak FLOP/s of
-    dense matrix products. bandwidth: of its memory, bytes/s. node: devices of one node. link, network: bytes/s of one
-    device to others of its node, and to other nodes, in one direction. host: bytes/s between it and the host's memory.
+    profile: its row of ``asyncflow.api.placement.PROFILES``. memory: bytes. bf16, fp32: peak FLOP/s of dense matrix
+    products. bandwidth: of its memory, bytes/s. node: number of devices in one node. link, network: bytes/s of one
+    device to other devices of its node, and to other nodes, in one direction. host: bytes/s between the device and the
+    host's memory.
 
-    The parts that programs reach: usable of the memory, by tensors; read of ``bandwidth``; generate and train of the
-    peak (in prefill and decoding, and in a training pass); wire of link and network. token_s: seconds that a decoding
-    step takes beside its bytes and operations (launches, scheduler); sequence_s: the same for each sequence of it
-    (sampling, scheduler); hop_s: latency of one all-reduce inside a node.
+    Shares that programs reach: usable: of the memory, by tensors; read: of ``bandwidth``; generate, train: of the peak
+    (in prefill and decoding, and in a training pass); wire: of link and network. token_s: seconds of a decoding step in
+    addition to its bytes and operations (launches, scheduler); sequence_s: the same for each sequence in it (sampling,
+    scheduler); hop_s: latency of one all-reduce inside a node.
     """
 
     name: str
@@ -68,16 +69,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.fp32 if dtype == "float32" else self.bf16
 
     def between(self, devices: int) -> float:
-        """Return the bytes/s at which one of ``devices`` that compute together sends: those of the slowest link."""
+        """Return the bytes/s at which each of ``devices`` communicating devices sends, limited by the slowest link."""
         return self.wire * (self.link if devices <= self.node else self.network)
 
     def source(self, figure: str) -> str:
-        """Return where a figure comes from."""
+        """Return the source of a figure."""
         return self.sources.get(figure, ASSUMED)
 
 
 FIGURES: Final = tuple(name for name in Device.__struct_fields__ if name not in ("name", "profile", "sources"))
-"""The fields that are numbers."""
+"""The numeric fields."""
 
 _HARDWARE = ("memory", "bf16", "fp32", "bandwidth", "node", "link", "network", "host")
 
@@ -212,7 +213,7 @@ DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
         )
     }
 )
-"""Name to facts. A device of 910c is one of its two dies, as the device plug-in counts them."""
+"""The known devices by name. A 910c is one of the two dies of a package, as the device plug-in counts them."""
 
 _USUAL: Final[Mapping[str, str]] = MappingProxyType(
     {"nvidia": "h100", "ascend-a2": "910b", "ascend-a3": "910c", "cpu": "cpu"}
@@ -220,29 +221,29 @@ _USUAL: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def usual_device(profile: str) -> Device:
-    """Return the device that is meant where a job names the accelerator profile alone. Raises ManifestError."""
+    """Return the default device of a profile. Raises ManifestError if it has none."""
     if profile not in _USUAL:
         raise ManifestError(
             f"the planner knows no device of the profile {profile!r}",
             where="asyncflow plan",
-            hint=f"Give --device: one of {', '.join(DEVICES)}, or a file with the figures of yours",
+            hint=f"Set --device to one of {', '.join(DEVICES)}, or to a file with the figures of your device",
         )
     return DEVICES[_USUAL[profile]]
 
 
 def read_device(figures: Mapping[str, Any], *, where: str) -> Device:
-    """Return the device of a user's file: the fields of ``Device``; ``like`` names a row from which the rest comes.
+    """Return the device that a user's file describes by the fields of ``Device``; ``like`` names a default device.
 
-    Raises ManifestError where a field is unknown, missing or out of range.
+    Raises ManifestError if a field is unknown, missing or out of range.
     """
-    given = dict(figures)
-    like = given.pop("like", None)
+    fields = dict(figures)
+    like = fields.pop("like", None)
     if like is not None and like not in DEVICES:
-        raise ManifestError(f"like: {like!r} is no device", where=where, hint=f"Give one of {', '.join(DEVICES)}")
+        raise ManifestError(f"like: {like!r} is not a known device", where=where, hint=f"Known: {', '.join(DEVICES)}")
     base = msgspec.structs.asdict(DEVICES[like]) if like is not None else {}
-    told = dict.fromkeys((name for name in given if name in FIGURES), where)
-    sources = {**base.get("sources", {}), **told, **given.get("sources", {})}
+    from_file = dict.fromkeys((name for name in fields if name in FIGURES), where)
+    sources = {**base.get("sources", {}), **from_file, **fields.get("sources", {})}
     try:
-        return msgspec.convert({**base, **given, "sources": sources}, Device, strict=False)
+        return msgspec.convert({**base, **fields, "sources": sources}, Device, strict=False)
     except msgspec.ValidationError as error:
         raise ManifestError(str(error), where=where, hint=f"Fields: {', '.join(('like', *FIGURES))}") from None

@@ -1,7 +1,7 @@
-"""Divisions of an engine's instance, and layouts of the trainer, that fit; in words, why others do not.
+"""Layouts of engine instances and of the trainer that fit, and explanations why other layouts do not fit.
 
-Invariant: whatever is returned fits into the devices' memory by ``costs``, and is a number of devices that the hardware
-gives one process (``asyncflow.api.placement``).
+Invariant: every returned plan fits into the devices' memory according to ``costs``, and uses a number of devices that
+the hardware can allocate to one process (``asyncflow.api.placement``).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _WHERE: Final = "asyncflow plan --devices"
 _POWERS: Final = (1, 2, 4, 8, 16)
 _STAGES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Stages of a pipeline that are tried, of dense models and of mixtures of experts."""
+"""Numbers of pipeline stages that are tried for dense models and for mixtures of experts."""
 _MOST: Final = 1 << 14
-"""Devices beyond which no trainer is looked for."""
+"""Maximum number of devices when searching for a trainer that fits."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One instance of the engine, in the terms of the simulated engine.
 
-    slots: sequences that run at once; fitting: how many would fit into memory. token_s, share_s, prefill_s,
-    recompute_s: as in ``SimulatedOptions``; swap_s, pull_s: to load a version, and to receive it. full: a decoding step
-    with all slots taken. bytes: of weights and full slots on one device.
+    slots: number of concurrent sequences; fitting: number of sequences that would fit into memory. token_s, share_s,
+    prefill_s, recompute_s: as in ``SimulatedOptions``; swap_s, pull_s: seconds to load a version, and to receive it.
+    full: cost of a decoding step with all slots in use. bytes: of weights and full slots on one device.
     """
 
     layout: EngineLayout
@@ -62,12 +62,12 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Tokens a second with all slots taken."""
+        """Tokens per second with all slots in use."""
         return self.slots / (self.token_s + self.share_s * (self.slots - 1))
 
 
 class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout of the trainer, what its step costs, and bytes on one device."""
+    """A layout of the trainer, the cost of its step, and the bytes on one device."""
 
     layout: TrainerLayout
     cost: TrainingCost
@@ -80,19 +80,19 @@ class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step whose samples are all there."""
+        """Seconds of a step if all its samples are available."""
         return self.cost.step_s
 
 
 def gigabytes(count: float) -> str:
-    """Return bytes as people compare them with a data sheet: ``65.5 GB``."""
+    """Return bytes in the units of data sheets: ``65.5 GB``."""
     if count >= 1e11:
         return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
 
 
 def processes(device: Device, *, most: int) -> list[int]:
-    """Return the numbers of devices, powers of two up to ``most``, that an instance can have inside a node."""
+    """Return the possible numbers of devices of an instance inside a node, powers of two up to ``most``."""
     if device.profile == "cpu":
         return [1] if most >= 1 else []
     legal = PROFILES[device.profile].legal_counts
@@ -100,10 +100,10 @@ def processes(device: Device, *, most: int) -> list[int]:
 
 
 def engine_layouts(shape: Shape, device: Device, work: StepWork, *, most: int) -> Iterator[EngineLayout]:
-    """Yield the divisions of an instance on up to ``most`` devices.
+    """Yield the layouts of an instance on up to ``most`` devices.
 
-    Tensor parallelism stays inside a node. An instance that divides its experts may have data-parallel parts, in whole
-    nodes where it has more than one.
+    Tensor parallelism stays inside a node. An instance that divides its experts may have data-parallel parts. If it
+    spans several nodes, it uses whole nodes.
     """
     for tp in processes(device, most=most):
         for size in _doubled(tp, most=most):
@@ -113,17 +113,17 @@ def engine_layouts(shape: Shape, device: Device, work: StepWork, *, most: int) -
 
 
 def _doubled(first: int, *, most: int) -> list[int]:
-    """Return a number, twice, four times, ... as much, up to ``most``."""
+    """Return ``first`` and its doublings up to ``most``."""
     return [first << doublings for doublings in range((most // first).bit_length())]
 
 
 def divides(shape: Shape, devices: int) -> bool:
-    """Return whether so many devices can have an equal number of experts each."""
+    """Return whether the experts can be divided evenly over ``devices`` devices."""
     return shape.experts > 0 and shape.experts % devices == 0
 
 
 def engine(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> EnginePlan | None:
-    """Return an instance with this layout; None where weights and the cache of the longest sample do not fit."""
+    """Return an instance with this layout; None if weights and the cache of the longest sample do not fit."""
     weights, left = engine_bytes(shape, device, layout, dtype=work.engine)
     each = shape.cache(dtype=work.engine) / min(layout.tp, shape.kv_heads)
     if not _divided(shape, layout) or left < work.longest * each:
@@ -153,14 +153,14 @@ def engine(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -
 
 
 def _divided(shape: Shape, layout: EngineLayout) -> bool:
-    """Return whether heads and experts can be divided so."""
+    """Return whether heads and experts can be divided according to the layout."""
     return shape.heads % layout.tp == 0 and (layout.ep == 1 or divides(shape, layout.ep))
 
 
 def engines(shape: Shape, device: Device, work: StepWork, *, most: int) -> list[EnginePlan]:
-    """Return an instance for each division, on up to ``most`` devices, with which the model fits.
+    """Return an instance for each layout, on up to ``most`` devices, in which the model fits.
 
-    Raises ManifestError, with the arithmetic, where it fits with none.
+    Raises ManifestError, with the arithmetic, if it fits in none.
     """
     tried = engine_layouts(shape, device, work, most=most)
     found = [each for layout in tried if (each := engine(shape, device, work, layout)) is not None]
@@ -170,7 +170,7 @@ def engines(shape: Shape, device: Device, work: StepWork, *, most: int) -> list[
 
 
 def refusal_of_engine(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> str:
-    """Return in words why an instance with this layout does not fit, and the smallest that does."""
+    """Return an explanation why an instance with this layout does not fit, and the smallest layout that fits."""
     advice = _smallest(shape, device, work)
     if shape.heads % layout.tp:
         return f"{shape.heads} attention heads of {shape.name} cannot be divided over {layout.tp} devices{advice}"
@@ -190,7 +190,7 @@ def refusal_of_engine(shape: Shape, device: Device, work: StepWork, layout: Engi
 
 
 def _refusal_of_wide(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> str:
-    """Return the arithmetic of a device of an instance that divides its experts."""
+    """Return the memory arithmetic of one device of an instance that divides its experts."""
     width = BYTES[work.engine]
     common, experts = shape.common * width, shape.routed * width
     cache = work.longest * shape.cache(dtype=work.engine) / min(layout.tp, shape.kv_heads)
@@ -204,7 +204,7 @@ def _refusal_of_wide(shape: Shape, device: Device, work: StepWork, layout: Engin
 
 
 def _smallest(shape: Shape, device: Device, work: StepWork) -> str:
-    """Return what to use instead: the fewest devices on which an instance fits."""
+    """Return the advice to use the smallest layout that fits, "" if there is none."""
     tried = engine_layouts(shape, device, work, most=max(device.node, shape.experts))
     more = [layout for layout in tried if engine(shape, device, work, layout) is not None]
     if not more:
@@ -221,15 +221,15 @@ def _no_engine(shape: Shape, device: Device, work: StepWork, *, most: int) -> Ma
     return ManifestError(
         refusal_of_engine(shape, device, work, layout),
         where=_WHERE,
-        hint=f"Give more devices, a device with more memory{more}, or a narrower rollout.engine.dtype",
+        hint=f"Use more devices, a device with more memory{more}, or a narrower rollout.engine.dtype",
     )
 
 
 def layouts(shape: Shape, device: Device, work: StepWork, *, devices: int) -> Iterator[TrainerLayout]:
     """Yield the layouts of a trainer on exactly ``devices`` devices.
 
-    Tensor parallelism stays inside a node. A pipeline has as many stages as a power of two, and with experts also
-    three times as many, as published layouts have. Experts are divided over a power of two of a stage's devices.
+    Tensor parallelism stays inside a node. The number of pipeline stages is a power of two; with experts also three
+    times a power of two, as in published layouts. Experts are divided over a power of two of a stage's devices.
     """
     recomputing = (False, True) if work.recompute is None else (work.recompute,)
     cuts = [(1, 1, 1)]
@@ -244,7 +244,7 @@ def layouts(shape: Shape, device: Device, work: StepWork, *, devices: int) -> It
 
 
 def _expert_cuts(shape: Shape, *, devices: int) -> Iterator[int]:
-    """Yield over how many of a stage's devices experts can be divided: 1, and powers of two that divide both evenly."""
+    """Yield the possible values of ep in a stage of ``devices``: 1, and the powers of two that divide both evenly."""
     yield 1
     for ep in _doubled(2, most=devices):
         if divides(shape, ep) and devices % ep == 0:
@@ -252,7 +252,7 @@ def _expert_cuts(shape: Shape, *, devices: int) -> Iterator[int]:
 
 
 def trainer(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> TrainerPlan | None:
-    """Return a trainer with this layout; None where it does not fit or cannot be cut so."""
+    """Return a trainer with this layout; None if it does not fit or cannot be divided this way."""
     memory = training_memory(shape, work, layout)
     if memory.bytes > device.memory * device.usable or shape.heads % layout.tp or layout.pp > shape.layers:
         return None
@@ -262,7 +262,7 @@ def trainer(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout)
 
 
 def _experts_fit(shape: Shape, layout: TrainerLayout) -> bool:
-    """Return whether experts can be divided so over a stage's devices."""
+    """Return whether experts can be divided over a stage's devices according to the layout."""
     return layout.ep == 1 or (divides(shape, layout.ep) and layout.dp * layout.tp % layout.ep == 0)
 
 
@@ -275,9 +275,9 @@ def trainers(shape: Shape, device: Device, work: StepWork, *, devices: int) -> l
 def refusal_of_trainer(
     shape: Shape, device: Device, work: StepWork, *, devices: int, only: TrainerLayout | None = None
 ) -> str:
-    """Return in words why no trainer on ``devices`` devices fits, and how many would do.
+    """Return an explanation why no trainer on ``devices`` devices fits, and the number of devices that would suffice.
 
-    The arithmetic is that of the layout that needs the least memory, or of ``only``.
+    The arithmetic is that of the layout with the smallest memory need, or of ``only``.
     """
     tried = (only,) if only is not None else layouts(shape, device, work, devices=devices)
     layout, least = min(

@@ -1,9 +1,9 @@
-"""Measured coefficients in place of computed ones: the other half of the hybrid cost model.
+"""Measured coefficients that replace computed ones: the other half of the hybrid cost model.
 
-A probe measures one layout on one kind of device. Its coefficients, divided by those that ``costs`` computes for that
-layout, are factors; every other layout's are multiplied by them.
+A probe measures one layout on one kind of device. Its coefficients, divided by the coefficients that ``costs`` computes
+for the same layout, are factors. The coefficients of all other layouts are multiplied by them.
 
-Invariant: where nothing was measured all factors are 1, and the layout that was measured costs what was measured.
+Invariant: without a measurement all factors are 1, and the predicted cost of the measured layout is the measured cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncflow.sim import EngineModel, LinkModel, Models, TrainerModel
 
 
 class Factors(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured seconds divided by computed ones, by coefficient; see ``Engine`` and ``Training``."""
+    """Measured seconds divided by computed ones, by coefficient; see ``EnginePlan`` and ``TrainingCost``."""
 
     token: float = 1.0
     share: float = 1.0
@@ -29,7 +29,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     publish: float = 1.0
 
     def engine(self, computed: EnginePlan) -> EnginePlan:
-        """Return an engine with its coefficients multiplied."""
+        """Return an engine with scaled coefficients."""
         return msgspec.structs.replace(
             computed,
             token_s=computed.token_s * self.token,
@@ -41,7 +41,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def trainer(self, computed: TrainerPlan) -> TrainerPlan:
-        """Return a trainer with its coefficients multiplied."""
+        """Return a trainer with scaled coefficients."""
         cost = computed.cost
         scaled = msgspec.structs.replace(
             cost,
@@ -57,14 +57,14 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COMPUTED = Factors()
-"""Nothing was measured."""
+"""Factors without a measurement."""
 
 
 def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan, *, like: Models | None = None) -> Models:
-    """Return the simulator's models of an engine and a trainer. like: those of a probe, for what no split changes.
+    """Return the simulator's models of an engine and a trainer. like: models of a probe, for the other components.
 
-    A rank of the simulator is a replica of the trainer (tp x pp devices); its seconds a token are such that a step
-    whose samples are all there takes ``TrainerPlan.step_s``.
+    A rank of the simulator is a replica of the trainer (tp x pp devices). Its seconds per token are chosen so that a
+    step takes ``TrainerPlan.step_s`` if all its samples are available.
     """
     cost = trainer.cost
     computed = Models(
@@ -90,14 +90,14 @@ def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan, *,
 
 
 def factors(measured: Models, *, work: StepWork, engine: EnginePlan, trainer: TrainerPlan) -> Factors:
-    """Return the factors of a probe. measured: what was fitted to it; engine, trainer: what is computed of its layout.
+    """Return the factors of a probe. measured: models fitted to it; engine, trainer: computed plans of its layout.
 
-    A coefficient that was measured as 0, or is computed as 0, says nothing, and its factor is 1, but for ``share``: an
-    engine may be as fast with many sequences as with one.
+    If a coefficient is measured or computed as 0, its factor is 1. Only ``share`` may be measured as 0: an engine may
+    be as fast with many sequences as with one.
     """
-    found, tokens = measured.trainer, _tokens_of_rank(work, trainer)
+    model, tokens = measured.trainer, _tokens_of_rank(work, trainer)
     slots, samples = max(1.0, tokens / work.pack), work.epochs * work.samples / trainer.layout.dp
-    training_s = slots * found.slot_s + samples * found.sample_s + tokens * found.token_s
+    training_s = slots * model.slot_s + samples * model.sample_s + tokens * model.token_s
     return Factors(
         token=_ratio(measured.engine.token_s, engine.token_s),
         share=measured.engine.share_s / engine.share_s if measured.engine.token_s and engine.share_s else 1.0,
@@ -106,13 +106,13 @@ def factors(measured: Models, *, work: StepWork, engine: EnginePlan, trainer: Tr
         swap=_ratio(measured.engine.load_s, engine.swap_s),
         pull=_ratio(measured.link.pull_s, engine.pull_s),
         training=_ratio(training_s, trainer.cost.step_s - trainer.cost.optimizer_s),
-        optimizer=_ratio(found.optimizer_s, trainer.cost.optimizer_s),
-        publish=_ratio(found.copy_s, trainer.cost.publish_s),
+        optimizer=_ratio(model.optimizer_s, trainer.cost.optimizer_s),
+        publish=_ratio(model.copy_s, trainer.cost.publish_s),
     )
 
 
 def _tokens_of_rank(work: StepWork, trainer: TrainerPlan) -> float:
-    """Return the tokens of a step that one replica of the trainer computes, over all epochs."""
+    """Return the number of tokens of a step that one replica of the trainer computes, over all epochs."""
     return work.epochs * work.samples * (work.prompt + work.responses.mean) / trainer.layout.dp
 
 

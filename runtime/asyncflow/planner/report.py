@@ -1,6 +1,6 @@
-"""A plan as tables and as plain values for JSON.
+"""A plan as tables, and as plain values for JSON.
 
-Invariant: every figure of a table is in the plain values too.
+Invariant: every figure in a table is also in the plain values.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _COLUMNS: Final = (
 
 
 def splits_table(problem: SplitProblem, choices: Sequence[Candidate], *, title: str) -> TextTable:
-    """Return a table of splits, a row each."""
+    """Return a table with one row per split."""
     return TextTable(title=title, columns=_COLUMNS, rows=tuple(_row(problem, each) for each in choices))
 
 
 def schedules_table(problem: SplitProblem, choices: Sequence[Candidate], *, own: Candidate) -> TextTable:
-    """Return a table with the best split of each schedule, compared with that of the job's own."""
+    """Return a table with the best split of each schedule, compared with the job's own split ``own``."""
     rows = tuple(
         (
             described(each.schedule) + (" (the job's)" if each.schedule == own.schedule else ""),
@@ -66,15 +66,15 @@ def _row(problem: SplitProblem, choice: Candidate) -> tuple[str, ...]:
 
 
 def tokens_a_device(problem: SplitProblem, choice: Candidate) -> float:
-    """Return the tokens of prompts and responses that are trained, a second and device (TPSPD of the papers)."""
+    """Return the trained tokens of prompts and responses per second and device (TPSPD of the papers)."""
     work = problem.work
     return (work.samples * work.prompt + work.generated) / choice.step_s / problem.devices
 
 
 def basis(problem: SplitProblem, *, measured: str, lengths: str) -> list[str]:
-    """Return in lines what a plan rests on: model, device, lengths; which figures are assumed.
+    """Return the basis of a plan as lines: model, step, device, and which figures are assumed.
 
-    measured: the probe, "" for none; lengths: where they come from.
+    measured: name of the probe, "" if there is none; lengths: their source.
     """
     shape, device, work = problem.shape, problem.device, problem.work
     responses = work.responses
@@ -107,7 +107,7 @@ def _assumed(device: Device) -> str:
 
 
 def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list[str]:
-    """Return the ``--set`` values that turn a job into a choice."""
+    """Return the ``--set`` arguments that apply a choice to a job."""
     split, device = best.split, problem.device
     instance, layout = split.engine.layout, split.trainer.layout
     facts = PROFILES[device.profile]
@@ -138,7 +138,7 @@ def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list
 
 
 def unmet(choice: Candidate) -> str:
-    """Return in words what the runtime lacks for a choice, "" for nothing."""
+    """Return a sentence about the feature that the runtime lacks for a choice, "" if it lacks none."""
     layout = choice.split.engine.layout
     if layout.dp == 1:
         return ""
@@ -186,6 +186,6 @@ def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
 
 
 def summary(found: Ranked) -> str:
-    """Return in one line how thorough a search was."""
+    """Return the extent of a search in one line."""
     certain = "no other can be better" if found.proven else "the others are expected to be slower"
     return f"{found.tried} simulations, {found.possible} divisions that fit; {certain}"

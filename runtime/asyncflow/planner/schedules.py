@@ -1,6 +1,6 @@
-"""Schedules that a job could have instead of its own: modes, ways of updating weights, staleness.
+"""Alternative schedules for a job: modes, ways of updating weights, staleness.
 
-Invariant: what is offered keeps every rule of the contract together with the rest of the job.
+Invariant: every returned schedule satisfies all rules of the API together with the rest of the job.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
 
 _STALENESS: Final = (1, 2, 4)
-"""Versions of staleness that are tried, times ``syncEvery``."""
+"""Values of maximum staleness that are tried, in units of ``syncEvery``."""
 
 
 def alternatives(spec: RLJobSpec) -> list[ScheduleSpec]:
-    """Return the schedules that the job could have, its own among them, the strictest first."""
+    """Return the schedules that the job could have, including its own, the strictest first."""
     found = [schedule for fields in _tried(spec.schedule) if (schedule := _valid(spec, fields)) is not None]
     return [*dict.fromkeys((*found, spec.schedule))]
 
 
 def described(schedule: ScheduleSpec) -> str:
-    """Return a schedule in a few words: ``async, delayed at quota``, ``async, staggered at sequence, staleness 2``."""
+    """Return a short description: ``async, delayed at quota``, ``async, staggered at sequence, staleness 2``."""
     if schedule.mode != "async":
         return schedule.mode
     words = f"async, {schedule.update} at {schedule.swap_at}"
@@ -32,7 +32,7 @@ def described(schedule: ScheduleSpec) -> str:
 
 
 def changes(spec: RLJobSpec, after: ScheduleSpec) -> list[str]:
-    """Return the ``--set`` values with which a job has another schedule."""
+    """Return the ``--set`` arguments that give a job another schedule."""
     old, new = (each.model_dump(by_alias=True, mode="json", exclude_none=True) for each in (spec.schedule, after))
     needless = spec.weight_sync.stagger is not None and after.update != "staggered"
     values = [f"schedule.{name}={value}" for name, value in new.items() if old.get(name) != value]
@@ -58,7 +58,7 @@ def _tried(own: ScheduleSpec) -> Iterator[Mapping[str, Any]]:
 
 
 def _valid(spec: RLJobSpec, fields: Mapping[str, Any]) -> ScheduleSpec | None:
-    """Return a schedule, None where it breaks a rule by itself or in this job, whose stagger may be left out."""
+    """Return a schedule; None if it violates a rule, by itself or in this job. The job's stagger may be removed."""
     weights = spec.weight_sync.model_copy(update={"stagger": None}).model_dump(by_alias=True)
     try:
         schedule = ScheduleSpec(**fields, max_inflight=spec.schedule.max_inflight)

@@ -1,11 +1,11 @@
-"""The search for the best division of the devices: bounds leave out what cannot win, the simulator ranks the rest.
+"""The search for the best division of the devices: bounds exclude splits that cannot win, the simulator ranks the rest.
 
-A split is a number of engines of some size, and a trainer of some layout. Of the trainers on as many devices the
-fastest is taken, whoever generates. Splits are simulated in the order of their expected time, which is the bound times
-what the simulator found above the bounds so far; the search ends when every bound that is left is above the best time
-found, or after ``most`` simulations. The best few are tried with other trainers at last.
+A split is a number of engine instances with one layout, and a trainer with one layout. For each number of training
+devices only the fastest trainer is used. Splits are simulated in the order of their expected time: their bound times
+the mean ratio of simulated time to bound so far. The search ends when every remaining bound is above the best simulated
+time, or after ``most`` simulations. Finally the best few are tried with other trainers.
 
-Invariant: a choice's time is the simulator's, the same as for every other choice: same seed, same lengths.
+Invariant: the time of every choice is its simulated time, with the same seed and the same lengths.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from asyncflow.planner.shapes import Shape
 from asyncflow.planner.work import StepWork, engine_arguments
 
 _FINE: Final = 64
-"""Up to so many devices each division is tried; of more, those in steps of a 64th."""
+"""Up to this number of devices every division is tried; above it, divisions in steps of a 64th."""
 _REFINED: Final = 3
-"""Splits whose trainer is exchanged in the end, and trainers, the fastest first, from which it is chosen."""
+"""Number of best splits that are tried with other trainers, and number of fastest trainers among which they choose."""
 _TRIED: Final = 4
-"""Least number of choices that are simulated, so that a table has rows to compare."""
+"""Minimum number of simulated choices, so that a table has rows to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProblem:
-    """A model, the work of a step, and devices of one kind. factors: what a probe measured."""
+    """A model, the work of a step, and devices of one kind. factors: the result of a probe."""
 
     shape: Shape
     device: Device
@@ -58,16 +58,16 @@ class SplitProblem:
     factors: Factors = COMPUTED
 
     def engines(self, *, most: int) -> list[EnginePlan]:
-        """Return the engines of each division, on up to ``most`` devices. Raises ManifestError where none fits."""
+        """Return an engine for each layout on up to ``most`` devices. Raises ManifestError if none fits."""
         return [self.factors.engine(each) for each in engines(self.shape, self.device, self.work, most=most)]
 
     def trainers(self, devices: int) -> list[TrainerPlan]:
-        """Return the trainers on so many devices that fit, the fastest first."""
+        """Return the trainers on ``devices`` devices that fit, the fastest first."""
         found = trainers(self.shape, self.device, self.work, devices=devices)
         return [self.factors.trainer(each) for each in found]
 
     def split(self, *, instance: EngineLayout, instances: int, layout: TrainerLayout) -> Split:
-        """Return one split. Raises ManifestError, with the arithmetic, where it does not fit."""
+        """Return one split. Raises ManifestError, with the arithmetic, if it does not fit."""
         engine_ = engine(self.shape, self.device, self.work, instance)
         trainer_ = trainer(self.shape, self.device, self.work, layout)
         if engine_ is None:
@@ -78,7 +78,7 @@ class SplitProblem:
 
 
 def _refused(why: str) -> ManifestError:
-    return ManifestError(why, where="asyncflow plan", hint="Give other devices, or another division")
+    return ManifestError(why, where="asyncflow plan", hint="Use other devices, or another division")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A split under a schedule: its bound, and what the simulator says."""
+    """A split under a schedule, with its bound and its simulated result."""
 
     split: Split
     schedule: ScheduleSpec
@@ -106,12 +106,15 @@ class Candidate:
 
 
 Simulate = Callable[[Split, ScheduleSpec], Predicted]
-"""Simulates a split under a schedule."""
+"""Function that simulates a split under a schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """Choices, the best first. tried: simulations; possible: splits that fit; proven: no other can be better."""
+    """Choices, the best first.
+
+    tried: number of simulations; possible: number of splits that fit; proven: whether no other split can be better.
+    """
 
     choices: Sequence[Candidate]
     tried: int
@@ -120,14 +123,14 @@ class Ranked:
 
     @property
     def best(self) -> Candidate:
-        """The best of them."""
+        """The best choice."""
         return self.choices[0]
 
 
 def training_devices(devices: int, *, node: int = 0) -> list[int]:
-    """Return the numbers of devices that the trainer may have of ``devices``: each, or in even steps where many.
+    """Return the numbers of devices that are tried for the trainer: all, or even steps if there are many.
 
-    node: devices of one node, so that whole nodes are among them; 0: of no matter.
+    node: number of devices of one node, to include whole nodes; 0 if irrelevant.
     """
     step = max(1, devices // _FINE)
     step -= step % 2 if step > 1 else 0
@@ -136,9 +139,9 @@ def training_devices(devices: int, *, node: int = 0) -> list[int]:
 
 
 def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Split]:
-    """Yield the divisions of the devices that fit; all_trainers: with each trainer, not with the fastest alone.
+    """Yield the splits that fit. all_trainers: with every trainer instead of the fastest one only.
 
-    Raises ManifestError, with the arithmetic, where none fits.
+    Raises ManifestError, with the arithmetic, if none fits.
     """
     found = False
     engines_ = problem.engines(most=problem.devices - 1)
@@ -152,7 +155,7 @@ def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Spl
     if not found:
         least = min(each.layout.devices for each in engines_)
         raise _refused(
-            f"{least} of {problem.devices} devices generate at the least, and "
+            f"at least {least} of {problem.devices} devices must generate, and "
             + refusal_of_trainer(problem.shape, problem.device, problem.work, devices=problem.devices - least)
         )
 
@@ -165,7 +168,7 @@ class _Search:
     done: list[Candidate] = field(default_factory=list)
 
     def expected(self, split: Split, bound: Bound) -> float:
-        """Return a bound, times what was found above the bounds of the most similar splits."""
+        """Return a bound, times the mean ratio of simulated time to bound of the most similar splits."""
         kind = split.engine.layout, bound.limit
         near = [each for each in self.done if (each.split.engine.layout, each.bound.limit) == kind]
         ratios = [each.step_s / each.bound.step_s for each in near or self.done]
@@ -189,7 +192,7 @@ class _Search:
         return Ranked(choices=choices, tried=len(choices), possible=len(fitting), proven=proven)
 
     def refine(self, schedule: ScheduleSpec) -> None:
-        """Simulate the best splits with slower trainers: who trains later may find samples of newer weights."""
+        """Simulate the best splits with slower trainers: a later training may use samples of newer weights."""
         best = sorted(self.done, key=lambda each: each.step_s)
         for near in best[:_REFINED]:
             for other in _distinct(self.problem.trainers(near.split.trainer.devices))[1:_REFINED]:
@@ -201,7 +204,7 @@ class _Search:
 
 
 def _distinct(fastest_first: Sequence[TrainerPlan]) -> list[TrainerPlan]:
-    """Return the trainers without those that differ from a faster one in the division of experts alone."""
+    """Return the trainers without those that differ from a faster one only in the division of experts."""
     found: dict[TrainerLayout, TrainerPlan] = {}
     for each in fastest_first:
         found.setdefault(replace(each.layout, ep=1), each)
@@ -216,9 +219,9 @@ def search(
     most: int = 24,
     known: Sequence[Candidate] = (),
 ) -> Ranked:
-    """Return the best splits under a schedule. Raises ManifestError where none fits.
+    """Return the best splits under a schedule. Raises ManifestError if none fits.
 
-    most: simulations, without the last few; known: choices under this schedule that were simulated already.
+    most: maximum number of simulations, without the final few; known: choices under this schedule simulated before.
     """
     return _Search(problem, simulate, most, [each for each in known if each.split.devices <= problem.devices]).run(
         schedule
@@ -226,7 +229,7 @@ def search(
 
 
 def split_of(problem: SplitProblem, spec: RLJobSpec) -> Split:
-    """Return the split that a job asks for itself. Raises ManifestError, with the arithmetic, where it does not fit."""
+    """Return the split in a job's manifest. Raises ManifestError, with the arithmetic, if it does not fit."""
     where, options = "trainer.backend.options", spec.trainer.backend.options
     tp, pp, ep = (_count(options, f"{kind}_parallel", where=where) for kind in ("tensor", "pipeline", "expert"))
     ranks = spec.trainer.ranks
@@ -247,10 +250,10 @@ def split_of(problem: SplitProblem, spec: RLJobSpec) -> Split:
 
 
 def _instances_of(problem: SplitProblem, spec: RLJobSpec) -> tuple[EngineLayout, int]:
-    """Return the division of an instance of a job's engine, and how many there are.
+    """Return the layout of a job's engine instances, and their number.
 
-    An instance is one process with all of its devices, unless vLLM's arguments give it data-parallel parts: then
-    processes are joined to instances. Raises ManifestError where they cannot be.
+    An instance is one process with all its devices, unless vLLM's arguments give it data-parallel parts: then several
+    processes form an instance. Raises ManifestError if they cannot be divided evenly.
     """
     processes, count = max(1, spec.rollout.replicas), max(1, spec.rollout.accelerator.count)
     arguments, where = engine_arguments(spec), "rollout.engine.options.args"
@@ -265,22 +268,22 @@ def _instances_of(problem: SplitProblem, spec: RLJobSpec) -> tuple[EngineLayout,
 
 
 def _count(options: Mapping[str, object], name: str, *, where: str) -> int:
-    """Return a number of devices among options, 1 where there is none. Raises ManifestError."""
-    given = options.get(name, 1)
-    if isinstance(given, int) and given > 0:
-        return given
-    hint = "Give a whole number of devices, at least 1"
-    raise ManifestError(f"{given!r} is no number of devices", where=f"{where}.{name}", hint=hint)
+    """Return a number of devices from options, 1 by default. Raises ManifestError if it is invalid."""
+    value = options.get(name, 1)
+    if isinstance(value, int) and value > 0:
+        return value
+    hint = "Use a whole number of devices, at least 1"
+    raise ManifestError(f"{value!r} is not a number of devices", where=f"{where}.{name}", hint=hint)
 
 
 def choice(problem: SplitProblem, schedule: ScheduleSpec, split: Split, *, simulate: Simulate) -> Candidate:
-    """Return one split with its bound and what the simulator says."""
+    """Return one split with its bound and its simulated result."""
     bound = bound_of(problem.work, schedule, split)
     return Candidate(split=split, schedule=schedule, bound=bound, outcome=simulate(split, schedule))
 
 
 def processes_of(devices: int, *, device: Device, legal: Sequence[int]) -> tuple[int, int]:
-    """Return how a manifest says ``devices`` devices of a trainer: replicas, and devices of each, of a legal number."""
+    """Return the manifest's values for ``devices`` trainer devices: replicas, and devices of each (a legal number)."""
     per_node = gcd(devices, device.node)
     count = max((each for each in legal if each and devices % each == 0 and each <= device.node), default=per_node)
     return devices // count, count

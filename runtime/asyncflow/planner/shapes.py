@@ -1,7 +1,7 @@
-"""The shape of a model, from its config.json: parameters, bytes of a token's cache, operations of a token.
+"""The shape of a model, read from its config.json: parameters, bytes of a token's cache, operations per token.
 
-Invariant: a shape counts what a decoder with grouped or latent attention and gated layers, dense or of experts, has;
-the parameter counts of the published models come out within 1 % (``tests/planner``).
+Invariant: a shape describes decoders with grouped or latent attention and gated layers, dense or with experts; its
+parameter counts of the published models are accurate within 1 % (``tests/planner``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import msgspec
 from asyncflow.errors import ManifestError
 
 BYTES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
-"""Bytes of a number of each dtype."""
+"""Bytes of one number of each dtype."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a model.
 
-    attention: parameters of the attention of one layer; cached: numbers that one layer keeps of a token (2 x KV heads x
+    attention: parameters of the attention of one layer; cached: numbers that one layer caches per token (2 x KV heads x
     head size, or the latent); mixed: width over which attention mixes tokens (heads x head size). mlp: parameters of a
-    dense layer's gated part; dense: layers that have it; expert: those of one expert; experts, active: how many of
-    those a router chooses from a layer has, and how many a token uses; shared: experts that every token uses besides.
+    dense layer's gated part; dense: number of dense layers; expert: parameters of one expert; experts: number of
+    experts in a layer from which the router selects; active: number that it selects per token; shared: number of
+    experts that every token uses in addition.
     """
 
     name: str
@@ -52,28 +53,28 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expert_layers(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense
 
     @property
     def expert_hidden(self) -> int:
-        """Hidden units of one expert, 0 without experts: a gated part is three matrices."""
+        """Hidden units of one expert, 0 without experts. The gated part of an expert has three matrices."""
         return self.expert // (3 * self.hidden)
 
     @property
     def _blocks(self) -> int:
-        """Parameters without embeddings and the experts that a router chooses from."""
+        """Parameters without embeddings and without the experts that a router selects."""
         blocks = self.layers * (self.attention + 2 * self.hidden) + self.hidden + self.dense * self.mlp
         return blocks + self.expert_layers * self.shared * self.expert
 
     @property
     def common(self) -> int:
-        """Parameters that every token uses, and embeddings: all but ``routed``."""
+        """Parameters that every token uses, and embeddings: all parameters except ``routed``."""
         return self._blocks + self.embedding * (1 if self.tied else 2)
 
     @property
     def routed(self) -> int:
-        """Parameters of the experts that a router chooses from, which expert parallelism divides."""
+        """Parameters of the experts that a router selects, which expert parallelism divides."""
         return self.expert_layers * self.experts * self.expert
 
     @property
@@ -83,19 +84,19 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def common_read(self) -> int:
-        """Parameters that a step over any tokens reads: the common ones without the input embedding."""
+        """Parameters that every step reads: the common ones without the input embedding."""
         return self._blocks + self.embedding
 
     @property
     def used(self) -> int:
-        """Parameters that one token is multiplied with: no input embedding, and only the experts that it uses."""
+        """Parameters with which one token is multiplied: its selected experts, without the input embedding."""
         return self.common_read + self.expert_layers * self.active * self.expert
 
     def routed_read(self, tokens: float, *, devices: int = 1) -> float:
-        """Return the parameters of experts that a step over ``tokens`` tokens reads on one of their devices.
+        """Return the experts' parameters that a step over ``tokens`` tokens reads on one of the experts' devices.
 
-        With uniform routing an expert is used by none of n tokens with the chance (1 - active / experts) ** n. A device
-        that is used at all reads one expert of each layer at the least, and the others wait for it.
+        With uniform routing an expert is unused by n tokens with probability (1 - active / experts) ** n. At least one
+        expert of each layer is counted: a device that is used reads at least one, and the other devices wait for it.
         """
         if not self.experts:
             return 0.0
@@ -107,15 +108,15 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * self.cached * BYTES[dtype]
 
     def forward(self, *, context: float) -> float:
-        """Return the operations of one token's forward pass that attends to ``context`` tokens before it.
+        """Return the operations of one token's forward pass that attends to ``context`` previous tokens.
 
-        2 for each parameter used, and 4 x layers x width for each token attended to (Narayanan et al. 2021, §5.1).
+        2 per used parameter, and 4 x layers x width per attended token (Narayanan et al. 2021, §5.1).
         """
         return 2.0 * self.used + 4.0 * self.layers * self.mixed * context
 
 
 def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
-    """Return the shape that a config.json of Hugging Face describes. Raises ManifestError where it lacks a size."""
+    """Return the shape that a Hugging Face config.json describes. Raises ManifestError if a size is missing."""
     config = {**config, **config.get("text_config", {})}
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -125,13 +126,13 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         raise ManifestError(
             f"config.json of {name} has no size {error}",
             where="model.source",
-            hint="The planner knows decoders in Hugging Face's format: hidden_size, num_hidden_layers, ...",
+            hint="The planner supports decoders in Hugging Face's format: hidden_size, num_hidden_layers, ...",
         ) from None
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or hidden // heads)
     if "kv_lora_rank" in config:
         attention, cached, mixed = _latent(config, hidden=hidden, heads=heads)
-        kv_heads = 1  # all heads read the same latent, which every device has
+        kv_heads = 1  # all heads read the same latent, which is replicated on every device
     else:
         attention = hidden * head * (2 * heads + 2 * kv_heads)
         cached, mixed = 2 * kv_heads * head, heads * head
@@ -234,4 +235,4 @@ PUBLISHED_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "SmolLM2-135M": _qwen(30, 576, 1536, 9, 3, 49_152, tie_word_embeddings=True),
     }
 )
-"""Config of the models of published set-ups, by the last part of their name, for who has no copy of them."""
+"""Configs of models of published set-ups, by the last part of their name, for users who have no copy of the model."""

@@ -1,6 +1,6 @@
-"""Splits in the simulator: a division of the devices as a scenario, and what comes of it.
+"""Simulation of splits: a division of the devices as a scenario, and its predicted result.
 
-Invariant: a scenario has the policies, the schedule and the sizes of the job itself, whatever its models say.
+Invariant: a scenario has the policies, the schedule and the sizes of the job itself; only its models vary.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from asyncflow.timeline.tracks import Timeline
 _COUNTED: Final = 3
 _MOST: Final = 16
 _SAMPLES: Final = 512
-"""Steps that count: as many as have so many samples, within bounds."""
+"""Bounds of the number of measured steps, and the minimum number of samples in them."""
 _BUSY: Final = frozenset(("generate", "prefill", "compute", "forward", "backward", "optimizer"))
-"""Kinds of spans in which a role makes tokens or gradients."""
+"""Kinds of spans in which a role computes tokens or gradients."""
 
 
 def simulator_of(job: RLJob, work: StepWork, *, like: Models | None = None) -> Simulate:
-    """Return a function that simulates splits of a job. like: models of a probe, for what no split changes."""
+    """Return a function that simulates splits of a job. like: models of a probe, for the other components."""
 
     def outcome(split: Split, schedule: ScheduleSpec) -> Predicted:
         return simulated(scenario(job, work, split, schedule, like=like), seed=job.spec.algorithm.seed)
@@ -38,7 +38,7 @@ def simulator_of(job: RLJob, work: StepWork, *, like: Models | None = None) -> S
 def scenario(
     job: RLJob, work: StepWork, split: Split, schedule: ScheduleSpec, *, like: Models | None = None
 ) -> Scenario:
-    """Return a few steps of a job on a split, without its evaluations and checkpoints."""
+    """Return a scenario of a few steps of a job on a split, without its evaluations and checkpoints."""
     models = models_of_split(work, split.engine, split.trainer, like=like)
     window = counted(schedule, samples=work.samples)
     return replace(
@@ -54,7 +54,7 @@ def scenario(
 
 
 def simulated(scenario: Scenario, *, seed: int) -> Predicted:
-    """Return the time of a step, and idle shares, of the steps of a run that count."""
+    """Return the time per step and the idle shares over the measured steps of a simulated run."""
     run = simulate(scenario, seed=seed)
     window = counted(scenario.schedule, samples=scenario.prompts_per_step * scenario.group_size)
     begin, end = run.steps[window.start - 1].ended, run.steps[window.stop - 1].ended
@@ -76,9 +76,9 @@ def idle_share(timeline: Timeline, role: str, *, begin: float, end: float) -> fl
 
 
 def counted(schedule: ScheduleSpec, *, samples: int) -> range:
-    """Return the steps that count: whole cycles between publications, behind those in which the pipeline fills.
+    """Return the measured steps: whole cycles between publications, after the steps in which the pipeline fills.
 
-    samples: of a step; the fewer, the more steps, as lengths are random.
+    samples: per step. Fewer samples require more steps, because lengths are random.
     """
     filling = 1 if schedule.update == "sync" else max(2, schedule.sync_every)
     steps = min(_MOST, max(_COUNTED, math.ceil(_SAMPLES / samples)))
@@ -87,5 +87,5 @@ def counted(schedule: ScheduleSpec, *, samples: int) -> range:
 
 
 def running_out(schedule: ScheduleSpec) -> int:
-    """Return the steps at the end of a run during which there are fewer prompts than may be out."""
+    """Return the number of steps at the end of a run in which fewer prompts are left than may be in flight."""
     return math.ceil(schedule.ahead) - 1

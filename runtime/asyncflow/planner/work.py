@@ -1,7 +1,7 @@
-"""The work of a step: how many samples of which lengths are generated, and what the trainer computes of them.
+"""The work of a step: the number and lengths of the generated samples, and the trainer's computation on them.
 
-Lengths are lognormal and cut at the most tokens of a response, as in the simulated engine. A manifest does not say how
-long responses are: what is not measured is assumed, and the plan says so.
+Lengths are lognormal and limited to the maximum tokens of a response, as in the simulated engine. A manifest does not
+contain the lengths of responses: without a measurement they are assumed, and the plan says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from asyncflow.sim.scenario import engine_model
 
 _NORMAL: Final = NormalDist()
 _TYPICAL: Final = 0.25
-"""Assumed median length of a response, and mean length of a prompt, as parts of the most tokens that they may have."""
+"""Assumed median length of a response, and mean length of a prompt, as shares of their maximum numbers of tokens."""
 _SIGMA: Final = 0.8
 _POINTS: Final = 2048
 _PACK: Final = 8192
 _PACK_CPU: Final = 4096
-"""Tokens of a micro-batch where a manifest leaves them to the trainer; the second is the trainer's own on the CPU."""
+"""Tokens of a micro-batch if the manifest does not set them; the second is the trainer's own default on the CPU."""
 
 
 class Responses(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths of responses as they are drawn, cut at ``most`` tokens, and their statistics."""
+    """Distribution of response lengths, limited to ``most`` tokens, and its statistics."""
 
     lengths: Lengths
     most: int
@@ -54,7 +54,7 @@ class Responses(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resident(self) -> float:
-        """Mean tokens that a running sequence has of its response: E[X ** 2] / (2 E[X]), as long ones run longer."""
+        """Mean response tokens of a running sequence: E[X ** 2] / (2 E[X]), because long sequences run longer."""
         mean, square = _mean_and_square(self)
         return square / (2 * mean)
 
@@ -71,7 +71,7 @@ class Responses(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def _mean_and_square(responses: Responses) -> tuple[float, float]:
-    """Return E[X] and E[X ** 2], over lengths at equal steps of probability: right within 0.1 %."""
+    """Return E[X] and E[X ** 2], from quantiles at equal steps of probability; accurate within 0.1 %."""
     points = [responses.quantile((point + 0.5) / _POINTS) for point in range(_POINTS)]
     return fmean(points), fmean(point * point for point in points)
 
@@ -79,14 +79,15 @@ def _mean_and_square(responses: Responses) -> tuple[float, float]:
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one step.
 
-    prompts, group: prompts of a step, and samples of each; prompt: mean tokens of a prompt; longest: most tokens of a
-    sample. shared: a group's prompt is trained once; passes: forward passes beside that of training (reference, old
-    policy); epochs, updates: passes over the samples, and optimizer updates of each; reference: the trainer holds a
-    second model; critic: the trainer trains a second one. compute, holds: dtype of a training pass, and of the
-    trainer's weights; engine, published: dtypes of the engine and of what travels. pack: tokens of a micro-batch.
-    slots: most sequences of an instance, of each of its data-parallel parts. megatron: the back end divides layers,
-    matrices and experts over devices (tensor, pipeline and expert parallel), else parameters alone (FSDP); wide: the
-    engine divides experts over devices that are data-parallel in the rest (vLLM's ``enable_expert_parallel``).
+    prompts, group: prompts of a step, and samples of each; prompt: mean tokens of a prompt; longest: maximum tokens of
+    a sample. shared: whether a group's prompt is trained once; passes: forward passes in addition to training's
+    (reference, old policy); epochs, updates: passes over the samples, and optimizer updates of each; reference: whether
+    the trainer holds a second model; critic: whether it trains a second one. compute, holds: dtypes of a training pass,
+    and of the trainer's weights; engine, published: dtypes of the engine, and of published weights. pack: tokens of a
+    micro-batch. slots: maximum sequences of an instance, or of each of its data-parallel parts. recompute: None if not
+    fixed. megatron: whether the back end divides layers, matrices and experts over devices (tensor, pipeline and expert
+    parallel) instead of only parameters (FSDP); wide: whether the engine divides experts over devices that are
+    otherwise data-parallel (vLLM's ``enable_expert_parallel``).
     """
 
     prompts: int
@@ -117,12 +118,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generated(self) -> float:
-        """Tokens that are generated for a step."""
+        """Tokens generated for a step."""
         return self.samples * self.responses.mean
 
     @property
     def trained(self) -> float:
-        """Tokens of a step in the trainer: prompts, once for each sample or once for each group, and responses."""
+        """Tokens of a step in the trainer: responses, and prompts once per sample, or once per group if shared."""
         return (self.prompts if self.shared else self.samples) * self.prompt + self.generated
 
     @property
@@ -132,15 +133,15 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def published_bytes(self) -> int:
-        """Bytes of a parameter on its way to the rollouts."""
+        """Bytes of a published parameter."""
         return BYTES[self.published]
 
 
 def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | None = None) -> StepWork:
     """Return the work of a step of a job.
 
-    lengths, prompt: of responses, and mean tokens of a prompt, where they are known; else a quarter of the most that
-    the manifest allows, lengths with a sigma of 0.8.
+    lengths, prompt: of responses, and mean tokens of a prompt, if known. Otherwise they are a quarter of the manifest's
+    maximum, lengths with a sigma of 0.8.
     """
     algorithm, backend, sampling = spec.algorithm, spec.trainer.backend, spec.sampling
     options = backend.options
@@ -176,16 +177,17 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
 
 
 def engine_arguments(spec: RLJobSpec) -> Mapping[str, object]:
-    """Return the arguments of ``vllm serve`` that a job gives its engine, by name with underscores; empty for others'.
+    """Return the ``vllm serve`` arguments of a job's engine, by name with underscores; empty for other engines.
 
-    Some of them are not for the runtime's engine, whose instance is one process; they say how vLLM divides an instance.
+    The runtime's own engine, whose instance is one process, does not support all of them: some only describe how vLLM
+    divides an instance.
     """
-    given = spec.rollout.engine.options.get("args")
-    return {name.replace("-", "_"): value for name, value in given.items()} if isinstance(given, Mapping) else {}
+    args = spec.rollout.engine.options.get("args")
+    return {name.replace("-", "_"): value for name, value in args.items()} if isinstance(args, Mapping) else {}
 
 
 def assumed_lengths(spec: RLJobSpec) -> Lengths:
-    """Return lengths of responses for want of measured ones: those of the simulated engine, or usual ones."""
+    """Return assumed lengths of responses: those of the simulated engine's options, or default ones."""
     engine = spec.rollout.engine
     if engine.name == "simulated":
         return engine_model(engine.options, slots=engine.slots).lengths
