@@ -52,7 +52,7 @@ def test_colocated_takes_turns(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_takes_an_unknown_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(COUNTING.with_name("quickstart.yaml")) == 2
-    assert "Give models that asyncflow sim fit made of a run of it" in capsys.readouterr().err
+    assert "Use models that asyncflow sim fit made from a run of it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

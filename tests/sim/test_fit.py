@@ -102,7 +102,7 @@ def test_a_manifest_alone_says_what_simulated_engines_take_and_no_others() -> No
     simulated = load_job(QUICKSTART.with_name("counting.yaml"), ["trainer.backend.options.sleep_s=0.5"])
     assert models_of(simulated).engine == EngineModel(slots=16, token_s=0.02)
     assert models_of(simulated).trainer == TrainerModel(slot_s=0.5)
-    with pytest.raises(ManifestError, match="how long transformers takes is not known"):
+    with pytest.raises(ManifestError, match="the durations of transformers are not known"):
         models_of(load_job(QUICKSTART))
 
 

@@ -1,7 +1,7 @@
-"""The order of a simulated run: events by their time, and objects that look again once something has changed.
+"""The event queue of a simulated run: timed events, and objects that react to changes.
 
-Invariants: time never goes back; events of the same moment happen in the order in which they were planned, and all of
-them before anybody looks; who is to look does so once, in the order in which it was told to.
+Invariants: time never goes back; events of the same time happen in the order in which they were scheduled, all of them
+before any object reacts; a woken object reacts once, in the order of waking.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Looking(Protocol):
-    """An object whose decisions depend on what others do."""
+class Reactive(Protocol):
+    """An object whose decisions depend on other objects."""
 
-    def look(self) -> None:
-        """Do what may be done now."""
+    def react(self) -> None:
+        """Do everything that is possible now."""
 
 
 class Agenda:
-    """Events to come. now: the present virtual second."""
+    """Scheduled events. now: the current virtual second."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._planned = 0
-        self._told: dict[Looking, None] = {}
+        self._scheduled = 0
+        self._woken: dict[Reactive, None] = {}
 
-    def at(self, when: float, action: Callable[..., None], *given: Any) -> None:
-        """Plan ``action(*given)`` for a moment, at the earliest for the present one."""
-        self._planned += 1
-        heapq.heappush(self._events, (max(when, self.now), self._planned, action, given))
+    def at(self, when: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule ``action(*arguments)`` for a time, at the earliest for the current time."""
+        self._scheduled += 1
+        heapq.heappush(self._events, (max(when, self.now), self._scheduled, action, arguments))
 
-    def after(self, seconds: float, action: Callable[..., None], *given: Any) -> None:
-        """Plan ``action(*given)`` for so many seconds later."""
-        self.at(self.now + seconds, action, *given)
+    def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule ``action(*arguments)`` in ``seconds``."""
+        self.at(self.now + seconds, action, *arguments)
 
-    def tell(self, whom: Looking) -> None:
-        """Wake ``whom`` before time goes on."""
-        self._told[whom] = None
+    def wake(self, process: Reactive) -> None:
+        """Let ``process`` react before time advances."""
+        self._woken[process] = None
 
     def run(self, *, over: Callable[[], bool]) -> bool:
-        """Go on until the run is ``over``, or nothing happens any more; return which."""
-        events, told = self._events, self._told
+        """Run until the run is ``over`` or no event is left; return whether it is over."""
+        events, woken = self._events, self._woken
         while True:
-            while told:
-                whom = next(iter(told))
-                del told[whom]
-                whom.look()
+            while woken:
+                process = next(iter(woken))
+                del woken[process]
+                process.react()
             if over():
                 return True
             if not events:
                 return False
             self.now = events[0][0]
             while events and events[0][0] == self.now:
-                _, _, action, given = heapq.heappop(events)
-                action(*given)
+                _, _, action, arguments = heapq.heappop(events)
+                action(*arguments)

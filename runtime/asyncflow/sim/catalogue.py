@@ -1,7 +1,7 @@
-"""The versions of a simulated run that can be had: the newest, and those that unfinished work needs.
+"""The available versions of a simulated run: the newest, and those that unfinished work needs.
 
-Invariant: as ``weights.catalogue`` with a trainer that never loses a version: what is required or among the newest
-``keep`` can be had, everything else is forgotten.
+Invariant: it acts like ``weights.catalogue`` with a trainer that never loses a version: the required versions and the
+newest ``keep`` are available, all others are forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncflow.identity import Version
 
 
 class VersionList:
-    """A ``flow.versions.VersionOffer``. required: steps; available: oldest first; newest: None before the first."""
+    """A ``flow.versions.VersionOffer``. required: steps; available: versions, oldest first; newest: None at first."""
 
     def __init__(self, *, keep: int) -> None:
         self.required: Collection[int] = frozenset()
@@ -23,13 +23,13 @@ class VersionList:
         self._pulls: dict[Version, int] = {}
 
     def publish(self, version: Version) -> None:
-        """Make a version known."""
+        """Add a version."""
         self.newest = version if self.newest is None else max(self.newest, version)
         self.available = sorted([*self.available, version])
         self._forget()
 
     def require(self, steps: Collection[int]) -> bool:
-        """Set the steps that unfinished work needs; return whether they are others than before."""
+        """Set the steps that unfinished work needs; return whether they changed."""
         if steps == self.required:
             return False
         self.required = frozenset(steps)
@@ -37,15 +37,15 @@ class VersionList:
         return True
 
     def find(self, step: int) -> Version | None:
-        """Return the version of ``step`` that can be had, that of the newest attempt, or None."""
+        """Return the available version of ``step`` from the newest attempt, or None."""
         return self._by_step.get(step)
 
     def holds(self, version: Version) -> bool:
-        """Return whether a version can be had."""
+        """Return whether a version is available."""
         return self._by_step.get(version.step) == version
 
     def place(self, version: Version) -> int:
-        """Return how many have asked for a version before."""
+        """Return the number of previous pulls of a version, and count one more."""
         place = self._pulls.get(version, 0)
         self._pulls[version] = place + 1
         return place

@@ -1,7 +1,7 @@
-"""The simulated driver: prompts by admission, groups that are finished, evaluations, permits.
+"""The simulated driver: admission of prompts, finished groups, evaluations.
 
-Invariants: the rules are those of ``flow``, the same objects as in ``driver``; a prompt is trained in the step that
-``flow.assignment`` says, once.
+Invariants: the rules are those of ``flow``, the same objects as in ``driver``; each prompt is trained once, in the step
+that ``flow.assignment`` determines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class SimulatedDriver:
-    """reported: the newest step that was; opened: when the first prompt was put, None before; evaluated: steps."""
+    """The simulated driver.
+
+    reported: the newest reported step; opened: time of the first prompt, None before; evaluated: evaluated steps.
+    """
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
@@ -38,17 +41,17 @@ class SimulatedDriver:
         self._evaluations = self.schedule.evaluations() if scenario.evaluation is not None else []
         self._groups: dict[int, SimulatedGroup] = {}
         self._held: dict[int, list[SimulatedGroup]] = {}
-        self._asked: dict[int, int] = {}
+        self._prompts_left: dict[int, int] = {}
         self._evaluated_from: dict[int, float] = {}
         self._lengths = scenario.models.engine.lengths
         self._seeds = {purpose: purpose_seed(world.seed, purpose) for purpose in ("train", "eval")}
 
     @property
     def over(self) -> bool:
-        """True once every step is reported and every evaluation is in."""
+        """True once every step is reported and every evaluation is complete."""
         return self.reported == self.schedule.steps and len(self.evaluated) == len(self._evaluations)
 
-    def look(self) -> None:
+    def react(self) -> None:
         """Put the prompts and evaluations that may be put now."""
         world, newest = self._world, self._world.catalogue.newest
         if newest is None:
@@ -68,31 +71,31 @@ class SimulatedDriver:
                 world.open()
         self._record()
         if world.catalogue.require(self._required()):
-            world.tell_rollouts()
+            world.wake_rollouts()
 
     def _record(self) -> None:
-        """Note why no more prompts go out, as ``driver.dispatch`` does."""
+        """Record why no more prompts are dispatched, as ``driver.dispatch`` does."""
         waits = "admission" if self.schedule.lag else "version"
         self.recorder.turn(self._world.agenda.now, "idle", waits="dispatched" if self.assignment.full else waits)
 
     def report(self, step: int) -> None:
-        """Take in that the trainer has made a step."""
+        """Record that the trainer has made a step."""
         self.reported = step
-        self._world.agenda.tell(self)
+        self._world.agenda.wake(self)
 
     def done(self, row: SimulatedRow) -> None:
-        """Take in a finished sample."""
+        """Record a finished sample."""
         group = row.group
         group.left -= 1
         if group.left:
             return
         if group.purpose == "eval":
-            self._asked[group.step] -= 1
-            if not self._asked[group.step]:
+            self._prompts_left[group.step] -= 1
+            if not self._prompts_left[group.step]:
                 now = self._world.agenda.now
                 self.recorder.beside("evaluation", self._evaluated_from[group.step], now, step=group.step)
                 self.evaluated.add(group.step)
-                self._world.agenda.tell(self)
+                self._world.agenda.wake(self)
         else:
             self._world.agenda.after(self._world.scenario.models.storage.decide_s, self._decide, group)
 
@@ -103,7 +106,7 @@ class SimulatedDriver:
         self._offer(group)
 
     def _offer(self, group: SimulatedGroup) -> None:
-        """Put a group into the queue, after the time that this takes."""
+        """Put a group into the queue, with the delay of the storage model."""
         pool, put_s = self._world.pools[group.purpose], self._world.scenario.models.storage.put_s
         if put_s:
             self._world.agenda.after(put_s, pool.put, group)
@@ -120,7 +123,7 @@ class SimulatedDriver:
         return group
 
     def _decide(self, group: SimulatedGroup) -> None:
-        """Pass a finished group on to the trainer, with those that are to be complete with it."""
+        """Pass a finished group to the trainer, together with the groups that must be complete with it."""
         assignment, schedule = self.assignment, self.schedule
         assignment.finish(group.serial)
         late = assignment.late(group.serial, alike=schedule.window) if self._completion else None
@@ -133,16 +136,16 @@ class SimulatedDriver:
             for each in self._held.pop(step):
                 del self._groups[each.serial]
                 self._world.trainer.offer(each)
-        self._world.agenda.tell(self)
+        self._world.agenda.wake(self)
 
     def _evaluate(self) -> None:
         load = self._world.scenario.evaluation
         if load is None:
             return
         for place, step in enumerate(self._evaluations):
-            if step in self._asked or step > self.reported or self._world.catalogue.find(step) is None:
+            if step in self._prompts_left or step > self.reported or self._world.catalogue.find(step) is None:
                 continue
-            self._asked[step] = load.prompts
+            self._prompts_left[step] = load.prompts
             self._evaluated_from[step] = self._world.agenda.now
             for prompt in range(load.prompts):
                 serial = place * load.prompts + prompt

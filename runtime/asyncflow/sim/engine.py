@@ -1,7 +1,7 @@
-"""An engine as processor sharing, in virtual time: as ``rollout.engines.simulated``, without an event loop.
+"""A processor-sharing engine in virtual time: same behaviour as ``rollout.engines.simulated``, without an event loop.
 
-Invariants: at most ``slots`` sequences run at once; those that run advance at one common rate and stand still while
-weights are loaded; n of them take token_s + share_s * (n - 1) for a token of each.
+Invariants: at most ``slots`` sequences run concurrently; running sequences advance at one common rate and pause while
+weights are loaded; n of them take token_s + share_s * (n - 1) for one token each.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _ROUNDING = 1e-9
 
 
 class Engine:
-    """The sequences of one instance. Its clock counts seconds as they would be for a sequence that runs alone."""
+    """The sequences of one instance. Its clock counts the seconds that a sequence would take if it ran alone."""
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._share = model.share
         self._running: list[tuple[float, int, SimulatedRow]] = []
         self._waiting: deque[SimulatedRow] = deque()
-        self._begun = 0
+        self._started = 0
         self._clock = 0.0
         self._at = 0.0
         self._stopped = False
 
-    def begin(self, row: SimulatedRow, now: float) -> None:
-        """Run a sequence, or have it wait for a slot."""
+    def start(self, row: SimulatedRow, now: float) -> None:
+        """Run a sequence, or queue it for a slot."""
         if len(self._running) < self._model.slots:
             self._advance(now)
             self._run(row)
@@ -39,13 +39,13 @@ class Engine:
 
     @property
     def next_end(self) -> float | None:
-        """When the next sequence ends if nothing changes, None where none does."""
+        """Time at which the next sequence ends if nothing changes, None if none ends."""
         if not self._running or self._stopped:
             return None
         return self._at + max(0.0, self._running[0][0] - self._clock) * self._slowdown
 
     def ended(self, now: float) -> list[SimulatedRow]:
-        """Return the sequences that have ended by now; their slots go to those that wait."""
+        """Return the sequences that have ended by now, and give their slots to waiting sequences."""
         self._advance(now)
         rows = []
         while self._running and self._running[0][0] <= self._clock + _ROUNDING:
@@ -55,41 +55,43 @@ class Engine:
         return rows
 
     def stop(self, now: float) -> None:
-        """Stand still."""
+        """Pause all sequences."""
         self._advance(now)
         self._stopped = True
 
-    def go_on(self, now: float) -> None:
-        """Stand still no more."""
+    def resume(self, now: float) -> None:
+        """Resume all sequences."""
         self._at, self._stopped = now, False
 
     def rows(self) -> Iterator[SimulatedRow]:
-        """Return all that runs or waits."""
+        """Yield all running and waiting sequences."""
         yield from (row for _, _, row in self._running)
         yield from self._waiting
 
-    def made(self, row: SimulatedRow, now: float) -> int:
-        """Return how many tokens a sequence has now; the last one is never there before the end."""
+    def generated(self, row: SimulatedRow, now: float) -> int:
+        """Return the number of tokens of a sequence now; the last one is never counted before the end."""
         self._advance(now)
-        if row.ends <= row.began:
-            return row.made
-        share = (self._clock - row.began) / (row.ends - row.began)
-        return row.made + min(row.response_tokens - row.made - 1, int((row.response_tokens - row.made) * share))
+        if row.ends <= row.started:
+            return row.generated
+        share = (self._clock - row.started) / (row.ends - row.started)
+        return row.generated + min(
+            row.response_tokens - row.generated - 1, int((row.response_tokens - row.generated) * share)
+        )
 
     def recompute_s(self, now: float) -> float:
-        """Return the seconds in which the caches of all that runs are computed again."""
+        """Return the seconds to recompute the caches of all running sequences."""
         if not self._model.recompute_s or not self._running:
             return 0.0
-        tokens = sum(row.tokens + self.made(row, now) for _, _, row in self._running)
+        tokens = sum(row.tokens + self.generated(row, now) for _, _, row in self._running)
         return self._model.recompute_s * tokens
 
     def _run(self, row: SimulatedRow) -> None:
         model = self._model
-        left = row.response_tokens - row.made
-        row.began = self._clock
-        row.ends = self._clock + model.prefill_s + row.made * model.recompute_s + left * model.token_s
-        self._begun += 1
-        heapq.heappush(self._running, (row.ends, self._begun, row))
+        left = row.response_tokens - row.generated
+        row.started = self._clock
+        row.ends = self._clock + model.prefill_s + row.generated * model.recompute_s + left * model.token_s
+        self._started += 1
+        heapq.heappush(self._running, (row.ends, self._started, row))
 
     def _advance(self, now: float) -> None:
         if now > self._at:

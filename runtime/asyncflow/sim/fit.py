@@ -1,11 +1,11 @@
-"""Models of what takes time, fitted to a recorded run.
+"""Fitting of models to a recorded run.
 
-The trainer's seconds are regressed on slots and tokens; publication, pulls, swaps, claims and rewards are means of what
-was measured. An engine whose options say what it takes is taken by its word. Of another one the seconds of a token are
-those with which simulated rollouts generate for as long as the real ones did, and the part by which each further
-sequence slows it down is the one, of a few, with which steps take as long as they took.
+The trainer's seconds are regressed on slots and tokens. Publication, pulls, swaps, claims and rewards are means of the
+measurements. The model of a simulated engine is taken from its options. For any other engine two values are fitted: the
+seconds per token are those with which the simulated rollouts generate for as long as the real ones did, and the
+slowdown per further sequence is the one, out of a few candidates, that best reproduces the duration of a step.
 
-Invariant: pure: what was recorded is given, and the same record gives the same models.
+Invariant: fitting is pure: it depends only on its arguments, and the same record results in the same models.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from asyncflow.sim.scenario import Scenario, engine_model, scenario_of
 from asyncflow.timeline.tracks import Timeline
 
 WITHOUT: Final = 2
-"""Steps at the beginning that do not count: processes start, caches are cold."""
+"""Steps at the beginning that are ignored, because processes start and caches are cold."""
 _MOST_STEPS: Final = 64
-"""Steps of the simulated runs that are compared with the recorded one."""
+"""Maximum steps of the simulated runs that are compared with the recorded one."""
 _QUANTILES: Final = 33
 _LEAST_PAIRS: Final = 30
-"""Pairs of samples of one group from which on their correlation is looked at."""
+"""Minimum number of pairs of samples of one group for which their correlation is computed."""
 _SHARES: Final = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Parts by which a further sequence slows down those that run, which are tried."""
+"""Candidates for the slowdown of running sequences by each further sequence."""
 _TRIES: Final = 4
-"""Simulations in which the seconds of a token come close enough: they are nearly proportional to what is looked at."""
+"""Number of simulations to fit the seconds per token: generation time is nearly proportional to them."""
 
 
 class Drawn(NamedTuple):
-    """A sample of the unbiased draw that a run keeps."""
+    """A sample of a run's unbiased selection of samples."""
 
     serial: int
     prompt_tokens: int
@@ -52,8 +52,10 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Record of a run. steps: lines of metrics.jsonl; slots: by step, how many it had, as far as the ledger says;
-    generating_s: seconds in which rollouts generated for training, of all together; timeline: None where there is none.
+    """Record of a run.
+
+    steps: lines of metrics.jsonl; slots: number of slots by step, as far as the ledger has them; generating_s: total
+    seconds in which rollouts generated for training; timeline: None if there is none.
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -64,14 +66,14 @@ class Recorded:
 
 
 class Fitted(NamedTuple):
-    """The models, and a run that was simulated with them, whose first steps are those of the recorded one."""
+    """The models, and a run simulated with them, whose first steps correspond to those of the recorded run."""
 
     models: Models
     check: Simulated
 
 
 def fitted(job: RLJob, recorded: Recorded) -> Fitted:
-    """Return the models of a job that was recorded. Raises ManifestError where too little of it was."""
+    """Return the models of a recorded job. Raises ManifestError if too few steps are recorded."""
     counted = recorded.steps[WITHOUT:]
     if not counted:
         what = f"{len(recorded.steps)} steps are recorded"
@@ -104,7 +106,7 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
 
 
 def lengths_of(samples: Sequence[Drawn], *, most: int) -> Lengths:
-    """Return the empirical distribution of the lengths of drawn samples. most: tokens, where there are none."""
+    """Return the empirical distribution of the lengths of samples. most: length to assume if there are no samples."""
     if not samples:
         return Lengths(tokens=float(most))
     tokens = [sample.response_tokens for sample in samples]
@@ -114,7 +116,7 @@ def lengths_of(samples: Sequence[Drawn], *, most: int) -> Lengths:
 
 
 def _correlation(samples: Sequence[Drawn]) -> float:
-    """Return the correlation of the logs of two lengths of one group, 0 where too few are known."""
+    """Return the correlation of the logarithms of two lengths of one group, 0 if too few pairs are known."""
     logs = sorted((sample.serial, math.log(max(1, sample.response_tokens))) for sample in samples)
     mean, variance = fmean(log for _, log in logs), pvariance([log for _, log in logs])
     groups = [[log - mean for _, log in group] for _, group in groupby(logs, key=lambda pair: pair[0])]
@@ -125,7 +127,7 @@ def _correlation(samples: Sequence[Drawn]) -> float:
 
 
 def _shared(job: RLJob) -> int:
-    """Return how many samples share a copy of their prompt in the trainer."""
+    """Return the number of samples that share a copy of their prompt in the trainer."""
     spec = job.spec
     return spec.algorithm.group_size if spec.trainer.backend.packing == "shared-prompt" else 1
 
@@ -133,7 +135,7 @@ def _shared(job: RLJob) -> int:
 def trainer_of(
     steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int = 1
 ) -> TrainerModel:
-    """Return the model of a trainer of which these steps are known. shared: samples for each copy of a prompt."""
+    """Return the model of a trainer with these steps. shared: number of samples per copy of a prompt."""
     parts = ("wait_s", "compute_s", "optimizer_s", "publish_s", "checkpoint_s")
     rest = [max(0.0, step["wall_s"] - sum(step[part] for part in parts)) for step in steps]
     saved = [step["checkpoint_s"] for step in steps if step["checkpoint_s"] > 0]
@@ -151,7 +153,7 @@ def trainer_of(
 def _compute_of(
     steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int
 ) -> tuple[float, float]:
-    """Return the seconds of a slot and of a token, neither below 0, that fit ``compute_s`` best."""
+    """Return the non-negative seconds per slot and per token that fit ``compute_s`` best."""
     seconds = np.array([step["compute_s"] for step in steps])
     apart = np.array([step["response_tokens"] + step.get("observation_tokens", 0) for step in steps], np.float64)
     tokens = (apart + (np.array([step["tokens"] for step in steps]) - apart) / shared) / ranks
@@ -168,7 +170,7 @@ def _compute_of(
 
 
 def storage_of(timeline: Timeline | None) -> StorageModel:
-    """Return the model of the queue of a run whose roles said when they waited for it."""
+    """Return the model of a queue, from the times for which the roles of a run waited for it."""
     return StorageModel(
         put_s=_span_s(timeline, "dispatch", role="driver"),
         claim_s=_idle_s(timeline, "fetch"),
@@ -178,7 +180,7 @@ def storage_of(timeline: Timeline | None) -> StorageModel:
 
 
 def _span_s(timeline: Timeline | None, kind: str, *, role: str = "rollout") -> float:
-    """Return the mean seconds of the spans of a kind, 0 where there are none."""
+    """Return the mean seconds of the spans of a kind, 0 if there are none."""
     if timeline is None:
         return 0.0
     tracks = [track for track in timeline.tracks if track.role == role]
@@ -187,7 +189,7 @@ def _span_s(timeline: Timeline | None, kind: str, *, role: str = "rollout") -> f
 
 
 def _swap_s(timeline: Timeline | None) -> float:
-    """Return the mean seconds of a change of weights, 0 where there was none; each is one span, or several."""
+    """Return the mean seconds of a change of weights, 0 if there was none. A change may consist of several spans."""
     if timeline is None:
         return 0.0
     swaps = [
@@ -200,7 +202,7 @@ def _swap_s(timeline: Timeline | None) -> float:
 
 
 def _idle_s(timeline: Timeline | None, waits: str) -> float:
-    """Return the mean seconds for which rollouts were idle at a time since they waited for this."""
+    """Return the mean seconds of the idle spans in which rollouts waited for this."""
     if timeline is None:
         return 0.0
     tracks = [track for track in timeline.tracks if track.role == "rollout"]
@@ -209,7 +211,7 @@ def _idle_s(timeline: Timeline | None, waits: str) -> float:
 
 
 def _scaled(scenario: Scenario, share: float, generating_s: float, *, seed: int) -> Scenario:
-    """Return the scenario with the seconds of a token with which its rollouts generate for ``generating_s``."""
+    """Return the scenario with the seconds per token for which its rollouts generate for ``generating_s``."""
     for _ in range(_TRIES):
         engine = scenario.models.engine
         engine = msgspec.structs.replace(engine, share_s=share * engine.token_s)

@@ -1,7 +1,7 @@
-"""Models of what takes time: engines, trainer, links, queue, rewards; as a file that ``asyncflow sim fit`` writes.
+"""Models of durations: engines, trainer, links, queue, rewards; and the file that ``asyncflow sim fit`` writes.
 
-Invariant: seconds and counts only, no state; 0 is a thing that takes no time, so a scenario without models of links,
-queue and rewards is the ideal one.
+Invariant: models hold only seconds and counts, no state; 0 means that an action takes no time, so a scenario without
+models of links, queue and rewards is ideal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as processor sharing; fields as in the options of the simulated engine.
+    """An engine with processor sharing; the fields are those of the options of the simulated engine.
 
-    slots: sequences that run at once; token_s, prefill_s, load_s: seconds per token, per response and per load of a
-    version; share_s: seconds more per token for each further sequence that runs, so that n of them take token_s +
-    share_s * (n - 1) for a token of each; recompute_s: seconds per token whose cache is computed again, at a load that
-    keeps sequences running, of the prompts and tokens so far of all that run; lengths: of responses.
+    slots: number of concurrent sequences; token_s, prefill_s, load_s: seconds per token, per response and per load of a
+    version; share_s: additional seconds per token for each further running sequence, so that n of them take token_s +
+    share_s * (n - 1) for one token each; recompute_s: seconds per token whose cache is recomputed when weights are
+    loaded under running sequences (their prompts and their tokens so far); lengths: of responses.
     """
 
     slots: _Count = 1
@@ -37,23 +37,22 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     lengths: Lengths = Lengths()
 
     def __post_init__(self) -> None:
-        """Refuse to share what takes no time."""
+        """Raise ValueError for share_s without token_s."""
         if self.share_s and not self.token_s:
             raise ValueError("share_s without token_s: a sequence that runs alone must take time, too")
 
     @property
     def share(self) -> float:
-        """Part by which each further sequence slows down those that run."""
+        """Slowdown of running sequences by each further sequence, as a share of token_s."""
         return self.share_s / self.token_s if self.share_s else 0.0
 
 
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True):
     """A gang of ranks.
 
-    Forward and backward of a slot take slot_s + sample_s * samples + token_s * tokens, of the rank that has most of
-    them. optimizer_s: of a step, what else a step takes with it; copy_s: after it, until the weights may change again;
-    publish_s: until the version can be pulled, the copy included; checkpoint_s: for which a checkpoint keeps the
-    trainer waiting.
+    Forward and backward of a slot take slot_s + sample_s * samples + token_s * tokens, with the largest counts among
+    the ranks. optimizer_s: other seconds of a step; copy_s: after that, until the weights may change again; publish_s:
+    until the version can be pulled, including the copy; checkpoint_s: for which a checkpoint delays the trainer.
     """
 
     slot_s: _Seconds = 0.0
@@ -66,10 +65,10 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The way of a version to a rollout.
+    """The transfer of a version to a rollout.
 
-    pull_s: seconds of one pull; hop_s: more for each level of the tree along which a version spreads, where each passes
-    on to ``fanout`` others what it gets as it gets it.
+    pull_s: seconds of one pull; hop_s: additional seconds for each level of the tree along which a version spreads, in
+    which each receiver forwards data to ``fanout`` others while it receives it.
     """
 
     pull_s: _Seconds = 0.0
@@ -77,7 +76,7 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
     fanout: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
 
     def seconds(self, place: int) -> float:
-        """Return the seconds of the pull of the ``place``-th that asks, from 0."""
+        """Return the seconds of the pull with number ``place``, counted from 0."""
         if not self.hop_s:
             return self.pull_s
         if self.fanout == 1:
@@ -87,13 +86,13 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue, as its users see it.
+    """The delays of the queue.
 
-    put_s: from the admission of a prompt until it can be claimed; claim_s: from a claim that can be met until the
-    engine may begin the rows; write_s: from the reward of a sample until its row is complete; decide_s: from the last
-    row of a group until the trainer may have it; slot_s: from the decision about a slot until it is with the trainer.
-    units, byte_s, token_bytes: storage units, each of which takes or gives one thing after another, seconds per byte of
-    that, and bytes of a response token.
+    put_s: from the admission of a prompt until it can be claimed; claim_s: from a claim for which rows are ready until
+    the engine may start them; write_s: from the reward of a sample until its row is complete; decide_s: from the last
+    row of a group until the trainer may have it; slot_s: from the decision about a slot until the trainer has it.
+    units, byte_s, token_bytes: number of storage units, each of which transfers sequentially, seconds per byte of a
+    transfer, and bytes of a response token.
     """
 
     put_s: _Seconds = 0.0
@@ -107,7 +106,7 @@ class StorageModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of a sample: lognormal with median ``seconds``; at most ``workers`` at once in each rollout."""
+    """The reward of a sample: lognormal with median ``seconds``; at most ``workers`` concurrently in each rollout."""
 
     seconds: _Seconds = 0.0
     sigma: _Seconds = 0.0
@@ -115,8 +114,9 @@ class RewardTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds until a role works. restart_s: of a rollout that was killed until its place has another; detect_s: until
-    the rows that it held can be claimed again.
+    """Seconds until a role works.
+
+    restart_s: from the kill of a rollout until its replacement exists; detect_s: until its rows can be claimed again.
     """
 
     trainer_s: _Seconds = 0.0
@@ -126,10 +126,10 @@ class StartModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Colocation(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of devices that generates and then trains, the papers' baseline.
+    """One set of devices that first generates and then trains: the baseline of the papers.
 
     to_train_s: from the last sequence of a step to its training (the engines free the devices, weights are resharded);
-    to_generate_s: back, instead of publication and pull.
+    to_generate_s: the way back, in place of publication and pull.
     """
 
     to_train_s: _Seconds = 0.0
@@ -137,7 +137,7 @@ class Colocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True):
-    """All models of a job. prompt_tokens: of a prompt, on average."""
+    """All models of a job. prompt_tokens: mean tokens of a prompt."""
 
     engine: EngineModel
     trainer: TrainerModel
@@ -159,7 +159,7 @@ class Models(msgspec.Struct, frozen=True, kw_only=True):
             raise ManifestError(f"holds no models: {error}", where=str(file), hint=hint) from error
 
     def write(self, file: Path) -> None:
-        """Write all models as JSON. Raises ManifestError where the disk refuses."""
+        """Write all models as JSON. Raises ManifestError if the file cannot be written."""
         try:
             file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Where the virtual seconds of one process go: spans of its track, and their sums.
+"""Accounting of the virtual seconds of one process: spans of its track, and their sums.
 
-Invariants: the main spans fill the life of the process without a gap; sums are exact whether spans are kept or not.
+Invariants: the main spans fill the life of the process without a gap; sums are exact even if no spans are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from asyncflow.timeline.tracks import Kind, Span, Track
 
 
 class TrackRecorder:
-    """One life of one process. keeps: whether spans are kept, or their sums alone."""
+    """Recorder of one life of one process. keeps: whether spans are kept in addition to their sums."""
 
     def __init__(self, role: str, index: int, attempt: int, *, now: float, keeps: bool) -> None:
         self.role, self.index, self.attempt = role, index, attempt
@@ -26,19 +26,19 @@ class TrackRecorder:
         self._before: dict[tuple[str, str], float] = {}
 
     def turn(self, now: float, kind: Kind, *, step: int = -1, version: int = -1, waits: str = "") -> None:
-        """Note what the process does from now on; the same as before changes nothing."""
+        """Record what the process does from now on; a repeated state changes nothing."""
         state = (kind, step, version, waits)
         if state != self._state:
             self._close(now)
             self._state = state
 
     def beside(self, kind: Kind, begin: float, end: float, *, step: int = -1, version: int = -1) -> None:
-        """Note what went on beside the main spans."""
+        """Record a span that runs beside the main spans."""
         if self._keeps:
             self._beside.append(Span(kind=kind, begin=begin, end=end, step=step, version=version))
 
     def spent(self, now: float) -> dict[tuple[str, str], float]:
-        """Return the seconds up to now, by kind and by what was waited for."""
+        """Return the seconds until now, by kind of span and by reason to wait."""
         if not self._ended:
             kind, _, _, waits = self._state
             self._spent[kind, waits] += now - self._counted
@@ -46,21 +46,21 @@ class TrackRecorder:
         return dict(self._spent)
 
     def reset(self, now: float) -> None:
-        """Begin the window in which time counts."""
+        """Start the measured window."""
         self._before = self.spent(now)
 
     def counted(self, now: float) -> dict[tuple[str, str], float]:
-        """Return the seconds since the window began."""
+        """Return the seconds since the start of the measured window."""
         return {what: seconds - self._before.get(what, 0.0) for what, seconds in self.spent(now).items()}
 
     def finish(self, now: float, *, killed: bool = False) -> None:
-        """End the life of the process."""
+        """Record the end of the process."""
         if not self._ended:
             self._close(now)
             self._ended, self.killed = True, killed
 
     def track(self) -> Track | None:
-        """Return the track of a life that is over; None where no spans are kept, or it had no length."""
+        """Return the track of an ended process; None if no spans are kept or its life had no duration."""
         if not self._main:
             return None
         return Track(

@@ -1,7 +1,7 @@
-"""A simulated run: its steps, its idle shares, and its timeline.
+"""The result of a simulated run: its steps, its idle shares, and its timeline.
 
-Invariant: figures have the names and the meaning that they have in ``metrics.jsonl`` and ``summary.json`` of real runs;
-all times are virtual seconds.
+Invariant: figures have the same names and meanings as in ``metrics.jsonl`` and ``summary.json`` of real runs; all times
+are virtual seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 from asyncflow.timeline.tracks import Timeline
 
 Spent: TypeAlias = Mapping[tuple[str, str], float]
-"""Seconds by kind of span, and of idle ones by what was waited for."""
+"""Seconds by kind of span, and for idle spans by reason to wait."""
 
 
 class SimulatedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
-    ended: when it was reported; wall_s: since the report before, of which the trainer waited ``wait_s`` for samples and
-    ``publish_s`` for a publication; staleness_start, staleness_end: (step - 1) - v of a sample's oldest and newest
-    token; slots: micro-batches of which it was made.
+    ended: time of its report; wall_s: seconds since the previous report, including ``wait_s`` of waiting for samples
+    and ``publish_s`` of waiting for a publication; staleness_start, staleness_end: (step - 1) - v of a sample's oldest
+    and newest token; slots: number of slots of the step.
     """
 
     step: int
@@ -45,12 +45,12 @@ class SimulatedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """A run.
+    """A simulated run.
 
-    wall_s: from the first prompt to the end of the last step; ended: when the last evaluation was in; spent: by role,
+    wall_s: from the first prompt to the end of the last step; ended: time of the last evaluation; spent: by role,
     seconds of all its processes in that window; idle: of trainer and rollouts, the share of their time in which they
-    were not busy; samples: that were trained; redone: tokens that were lost with rollouts that were killed; timeline:
-    None where no spans were asked for.
+    were not busy; samples: number of trained samples; redone: tokens lost with killed rollouts; timeline: None if spans
+    were not recorded.
     """
 
     steps: Sequence[SimulatedStep]
@@ -64,7 +64,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and responses trained in a second."""
+        """Tokens of prompts and responses trained per second."""
         return sum(step.tokens for step in self.steps) / self.wall_s if self.wall_s > 0 else 0.0
 
     def step_s(self, *, without: int = 0) -> float:

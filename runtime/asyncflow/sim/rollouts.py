@@ -1,10 +1,10 @@
 """One simulated rollout: the decisions of ``flow.instance``, an engine, and pulls of versions.
 
-It does what ``rollout.worker`` does, in the same order: inform the instance of what can be loaded, begin what it
-admits, swap where it says so, claim what it asks for.
+It does the same as ``rollout.worker``, in the same order: inform the instance of the versions that can be loaded, start
+the admitted rows, swap weights when the instance requires it, and claim the rows that it requests.
 
-Invariants: one claim of a purpose is out at a time; nothing begins while weights are loaded; one version is pulled at a
-time; of its time each second is one of those that the real one tells apart.
+Invariants: there is at most one open claim per purpose; no sequence starts while weights are loaded; one version is
+pulled at a time; every second is attributed to one of the same kinds of spans as in a real rollout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 
 
 class SimulatedRollout:
-    """One life of one rollout, from ``start`` on. delivered: samples so far; worker: its name among all lives."""
+    """One life of one rollout. delivered: number of delivered samples; worker: its unique name among all lives."""
 
     def __init__(self, world: World, index: int, attempt: int) -> None:
         scenario = world.scenario
@@ -49,46 +49,46 @@ class SimulatedRollout:
             staggered=self._staggered,
         )
         self._copies: set[Version] = set()
-        self._taken: Version | None = None
+        self._latest_load: Version | None = None
         self._pulling: Version | None = None
         self._pull = 0
-        self._ensuring: int | None = None
+        self._awaited_step: int | None = None
         self._loading: Version | None = None
         self._wanted: int | None = None
-        self._asks = self._changes = False
+        self._permit_requested = self._permit_held = False
         self._claiming: set[Purpose] = set()
         self._claims = 0
-        self._bell = 0
+        self._end_number = 0
         self._backlog: dict[SimulatedRow, None] = {}
         self._scoring = 0
         self._scores_since = 0.0
-        self._begun_step = -1
-        self._judges = [0.0] * scenario.models.reward.workers
+        self._started_step = -1
+        self._reward_workers = [0.0] * scenario.models.reward.workers
         self.up = False
 
     @property
     def busy_s(self) -> float:
-        """Seconds with a running sequence."""
+        """Seconds in which at least one sequence ran."""
         spent = self.recorder.spent(self._agenda.now)
         return spent.get(("generate", ""), 0.0) + spent.get(("evaluation", ""), 0.0)
 
     @property
-    def resting(self) -> bool:
-        """True while it neither generates nor changes weights nor has rows."""
+    def is_idle(self) -> bool:
+        """True while it neither generates, nor changes weights, nor has rows."""
         instance = self.instance
         return not (instance.running or instance.held or self._loading or self._claiming)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start to work."""
         self.up = True
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
-    def look(self) -> None:
-        """Do what may be done now."""
+    def react(self) -> None:
+        """Do everything that is possible now."""
         if not self.up:
             return
-        if self._loading is None and self._ensuring is None:
-            self._steer()
+        if self._loading is None and self._awaited_step is None:
+            self._run_instance()
         else:
             self._fetch()
         self._claim()
@@ -96,60 +96,60 @@ class SimulatedRollout:
             self._permits()
 
     def granted(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
-        """Take in rows that a claim gave; they can begin a little later."""
+        """Receive the rows of a claim; they can start after the delay of a claim."""
         self._claiming.add(purpose)
-        self._agenda.after(self._world.scenario.models.storage.claim_s, self._got, purpose, rows)
+        self._agenda.after(self._world.scenario.models.storage.claim_s, self._receive, purpose, rows)
 
     def permitted(self) -> None:
-        """Take in that it may change its weights; it may have done without in the meantime."""
-        self._asks = False
+        """Receive a permit to change weights, or return it if it is no longer needed."""
+        self._permit_requested = False
         if self.instance.wants_permit:
             self.instance.take_permit()
-            self._changes = True
-            self._agenda.tell(self)
+            self._permit_held = True
+            self._agenda.wake(self)
         else:
             self._world.permit_over(self)
 
     def leave(self, *, killed: bool) -> list[tuple[SimulatedRow, int]]:
-        """End; return the rows that it held, each with the tokens that there are of it."""
+        """End; return the rows that it held, each with its number of generated tokens."""
         self.up = False
         now = self._agenda.now
         self.recorder.finish(now, killed=killed)
         for pool in self._world.pools.values():
             pool.withdraw(self)
-        made = {row: self._engine.made(row, now) for row in self._engine.rows()}
+        generated = {row: self._engine.generated(row, now) for row in self._engine.rows()}
         held = [*(work.id for work in self.instance.works()), *self._backlog]
         self._backlog.clear()
-        return [(row, made.get(row, row.made)) for row in held if isinstance(row, SimulatedRow)]
+        return [(row, generated.get(row, row.generated)) for row in held if isinstance(row, SimulatedRow)]
 
-    def _steer(self) -> None:
+    def _run_instance(self) -> None:
         instance, now = self.instance, self._agenda.now
         steps = [version.step for version in self._copies]
         available = [version.step for version in self._world.catalogue.available]
         instance.know(staged=self._staged, in_memory=steps, available=available)
         self._fetch()
-        begun = instance.admit()
-        for work in begun:
+        started = instance.admit()
+        for work in started:
             row = work.id
             assert isinstance(row, SimulatedRow)
             assert instance.current is not None
-            self._begin(row, instance.current.step, now)
+            self._start_row(row, instance.current.step, now)
         if (step := instance.swap()) is not None:
             self._swap(step)
-        if begun:
-            self._begun_step = begun[-1].id.group.step  # type: ignore[attr-defined]
-            self._ring()
-        self._meter()
+        if started:
+            self._started_step = started[-1].id.group.step  # type: ignore[attr-defined]
+            self._schedule_end()
+        self._record()
 
-    def _begin(self, row: SimulatedRow, version: int, now: float) -> None:
+    def _start_row(self, row: SimulatedRow, version: int, now: float) -> None:
         mixes = self._world.mixes and row.work.purpose == "train"
-        if row.made and not (row.newest <= version if mixes else row.oldest == row.newest == version):
+        if row.generated and not (row.newest <= version if mixes else row.oldest == row.newest == version):
             row.forget()
-        row.mark(row.made, version)
-        self._engine.begin(row, now)
+        row.mark(row.generated, version)
+        self._engine.start(row, now)
 
-    def _meter(self) -> None:
-        """Note what it does, as ``rollout.worker`` does."""
+    def _record(self) -> None:
+        """Record its activity, as ``rollout.worker`` does."""
         instance, now, version = self.instance, self._agenda.now, self.instance.current
         loaded = -1 if version is None else version.step
         if version is None:
@@ -158,14 +158,14 @@ class SimulatedRollout:
             self.recorder.turn(now, "swap", version=self._loading.step)
         elif instance.running:
             kind: Kind = "evaluation" if instance.evaluating else "generate"
-            self.recorder.turn(now, kind, step=self._begun_step, version=loaded)
-        elif self._ensuring is not None:
-            self.recorder.turn(now, "swap", version=self._ensuring)
+            self.recorder.turn(now, kind, step=self._started_step, version=loaded)
+        elif self._awaited_step is not None:
+            self.recorder.turn(now, "swap", version=self._awaited_step)
         else:
             self.recorder.turn(now, "idle", waits=self._waits_for(), version=loaded)
 
     def _waits_for(self) -> str:
-        """Return why no sequence runs."""
+        """Return the reason why no sequence runs."""
         instance = self.instance
         if instance.waits(self._wanted, required=self._world.catalogue.required):
             return "weights"
@@ -179,20 +179,20 @@ class SimulatedRollout:
 
     @property
     def _staged(self) -> Version | None:
-        newer = [version for version in self._copies if self._taken is None or version > self._taken]
+        newer = [version for version in self._copies if self._latest_load is None or version > self._latest_load]
         return max(newer, default=None)
 
     # Weights
 
     def _fetch(self) -> None:
-        """Begin to pull what is to be had next."""
+        """Start to pull the next version."""
         catalogue = self._world.catalogue
         self._wanted = self.instance.want(catalogue.available, required=catalogue.required)
         target = next_version(
             catalogue,
             held=self._copies,
             unfinished=self._pulling,
-            asked=[] if self._ensuring is None else [self._ensuring],
+            asked=[] if self._awaited_step is None else [self._awaited_step],
             wanted=self._wanted,
         )
         if target is not None and target != self._pulling:
@@ -201,32 +201,32 @@ class SimulatedRollout:
             seconds = self._world.pull_s(target)
             self._agenda.after(seconds, self._pulled, self._pull, target, self._agenda.now)
 
-    def _pulled(self, pull: int, version: Version, began: float) -> None:
+    def _pulled(self, pull: int, version: Version, started: float) -> None:
         if pull != self._pull or not self.up:
             return
         now, catalogue = self._agenda.now, self._world.catalogue
-        self.recorder.beside("receive", began, now, version=version.step)
+        self.recorder.beside("receive", started, now, version=version.step)
         self._pulling = None
-        self._copies = {each for each in self._copies if catalogue.holds(each) or each == self._taken} | {version}
-        if self._ensuring == version.step:
-            self._ensuring = None
+        self._copies = {each for each in self._copies if catalogue.holds(each) or each == self._latest_load} | {version}
+        if self._awaited_step == version.step:
+            self._awaited_step = None
             self._load(version)
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
     def _swap(self, step: int) -> None:
         version = max((each for each in self._copies if each.step == step), default=None)
         if version is not None:
             self._load(version)
         else:
-            self._ensuring = step
+            self._awaited_step = step
             self._fetch()
 
     def _load(self, version: Version) -> None:
         now = self._agenda.now
-        self._taken = self._loading = version
+        self._latest_load = self._loading = version
         seconds = self._world.load_s + self._engine.recompute_s(now)
         self._engine.stop(now)
-        self._bell += 1
+        self._end_number += 1
         self._agenda.after(seconds, self._loaded, version)
 
     def _loaded(self, version: Version) -> None:
@@ -234,29 +234,29 @@ class SimulatedRollout:
             return
         now = self._agenda.now
         for row in self._engine.rows():
-            row.mark(self._engine.made(row, now), version.step)
-        self._engine.go_on(now)
+            row.mark(self._engine.generated(row, now), version.step)
+        self._engine.resume(now)
         self._loading = None
         self.instance.loaded(version)
-        self._world.quiet()
-        self._ring()
-        self._agenda.tell(self)
+        self._world.wake_colocated_trainer()
+        self._schedule_end()
+        self._agenda.wake(self)
 
     def _permits(self) -> None:
-        """Hand back a permit that was used, and ask for the next one."""
+        """Return a used permit, and request the next one."""
         instance = self.instance
-        if self._changes and not instance.has_permit:
-            self._changes = False
+        if self._permit_held and not instance.has_permit:
+            self._permit_held = False
             self._world.permit_over(self)
-        if not (self._asks or self._changes) and instance.wants_permit:
+        if not (self._permit_requested or self._permit_held) and instance.wants_permit:
             assert instance.current is not None
-            self._asks = True
+            self._permit_requested = True
             self._world.permit_wanted(self, instance.current)
 
     # Rows
 
     def _claim(self) -> None:
-        """Claim what the instance asks for now."""
+        """Make the claims that the instance requests now."""
         for purpose in _PURPOSES:
             if purpose in self._claiming:
                 continue
@@ -282,26 +282,26 @@ class SimulatedRollout:
     def _parked(self, claim: int) -> None:
         if self.up and claim == self._claims and self._world.pools["eval"].parked(self) is not None:
             self.instance.parked("eval")
-            self._agenda.tell(self)
+            self._agenda.wake(self)
 
-    def _got(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
+    def _receive(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
         self._claiming.discard(purpose)
         if not self.up:
             self._world.pools[purpose].give_back(rows)
             return
-        if never := self.instance.take(row.work for row in rows):
-            self._world.pools[purpose].give_back([work.id for work in never])  # type: ignore[misc]
+        if refused := self.instance.take(row.work for row in rows):
+            self._world.pools[purpose].give_back([work.id for work in refused])  # type: ignore[misc]
         self.instance.ready(rows)
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
-    def _ring(self) -> None:
-        """Be told when the next sequence ends."""
-        self._bell += 1
+    def _schedule_end(self) -> None:
+        """Schedule the end of the next sequence."""
+        self._end_number += 1
         if (ends := self._engine.next_end) is not None:
-            self._agenda.at(ends, self._ended, self._bell)
+            self._agenda.at(ends, self._ended, self._end_number)
 
-    def _ended(self, bell: int) -> None:
-        if bell != self._bell or not self.up:
+    def _ended(self, number: int) -> None:
+        if number != self._end_number or not self.up:
             return
         now = self._agenda.now
         for row in self._engine.ended(now):
@@ -309,19 +309,19 @@ class SimulatedRollout:
             self._backlog[row] = None
             row.mark(row.response_tokens, row.newest)
             self._score(row, now)
-        self._ring()
-        self._agenda.tell(self)
-        self._world.quiet()
+        self._schedule_end()
+        self._agenda.wake(self)
+        self._world.wake_colocated_trainer()
 
     def _score(self, row: SimulatedRow, now: float) -> None:
-        """Have the reward of a sample computed, after those before it where all workers are busy."""
+        """Compute the reward of a sample, after earlier ones if all reward workers are busy."""
         reward = self._world.scenario.models.reward
         if not reward.seconds:
             self._write(row)
             return
         draw = random.Random(f"{self._world.seed}.{row.group.purpose}.{row.group.serial}.{row.sample}")
-        ends = max(now, self._judges[0]) + reward.seconds * math.exp(reward.sigma * draw.gauss(0, 1))
-        heapq.heapreplace(self._judges, ends)
+        ends = max(now, self._reward_workers[0]) + reward.seconds * math.exp(reward.sigma * draw.gauss(0, 1))
+        heapq.heapreplace(self._reward_workers, ends)
         if not self._scoring:
             self._scores_since = now
         self._scoring += 1
@@ -336,7 +336,7 @@ class SimulatedRollout:
         self._write(row)
 
     def _write(self, row: SimulatedRow) -> None:
-        """Have a sample written to the queue."""
+        """Write a sample to the queue."""
         written = self._world.written_at(row)
         if written > self._agenda.now:
             self._agenda.at(written, self._settle, row)
@@ -349,4 +349,4 @@ class SimulatedRollout:
         del self._backlog[row]
         self.delivered += 1
         self._world.driver.done(row)
-        self._agenda.tell(self)
+        self._agenda.wake(self)

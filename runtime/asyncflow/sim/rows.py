@@ -1,7 +1,7 @@
-"""The rows of a simulated queue: samples, their groups, and the claims that wait for them.
+"""The rows of a simulated queue: samples, their groups, and parked claims.
 
-Invariants: a row is open, held by one rollout, or done; a group is in the index while it has open rows and is in no
-other state; claims are met in the order in which they were parked, those that need no other weights first.
+Invariants: a row is open, held by one rollout, or done; a group is in the index if and only if it has open rows; claims
+are met in the order in which they were parked, first those that need no other weights.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 class SimulatedRow:
     """One sample.
 
-    tokens: of its prompt; made: tokens that it has from another rollout, in versions ``oldest`` to ``newest``;
-    weighted: sum of the versions of its tokens; marked: tokens up to which that is counted.
+    tokens: of its prompt; generated: tokens that another rollout has generated, under versions ``oldest`` to
+    ``newest``; weighted: sum of the versions of its tokens; marked: number of tokens in that sum.
     """
 
     __slots__ = (
-        "began",
         "ends",
+        "generated",
         "group",
-        "made",
         "marked",
         "newest",
         "oldest",
         "response_tokens",
         "sample",
+        "started",
         "tokens",
         "weighted",
         "work",
@@ -45,7 +45,7 @@ class SimulatedRow:
         self.group, self.sample = group, sample
         self.tokens, self.response_tokens = tokens, response_tokens
         self.work = Work(self, group.purpose, group.window)
-        self.began = self.ends = 0.0
+        self.started = self.ends = 0.0
         self.forget()
 
     @property
@@ -54,12 +54,12 @@ class SimulatedRow:
         return max(1, self.tokens + self.response_tokens)
 
     def forget(self) -> None:
-        """Forget what was made of it."""
-        self.made = self.marked = self.weighted = 0
+        """Forget its generated tokens."""
+        self.generated = self.marked = self.weighted = 0
         self.oldest = self.newest = -1
 
     def mark(self, tokens: int, version: int) -> None:
-        """Note that the tokens up to ``tokens`` were made by ``newest``, and what follows by ``version``."""
+        """Record that the tokens up to ``tokens`` were generated under ``newest``, later ones under ``version``."""
         if tokens > self.marked:
             self.weighted += (tokens - self.marked) * self.newest
             self.marked = tokens
@@ -70,7 +70,7 @@ class SimulatedRow:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedGroup:
-    """The samples of one prompt. left: those that are not done."""
+    """The samples of one prompt. left: number of samples that are not done."""
 
     serial: int
     step: int
@@ -82,7 +82,7 @@ class SimulatedGroup:
 
 
 class RowPool:
-    """The rows of one partition that wait for a rollout, and the rollouts that wait for rows."""
+    """The open rows of one partition, and the rollouts with parked claims."""
 
     def __init__(self, purpose: Purpose, agenda: Agenda) -> None:
         self.purpose = purpose
@@ -91,12 +91,12 @@ class RowPool:
         self._parked: dict[SimulatedRollout, tuple[Ask, VersionFilter, int]] = {}
 
     def put(self, group: SimulatedGroup) -> None:
-        """Offer the open rows of a group."""
+        """Make the open rows of a group available."""
         self._index.add(group, window=group.window, order=(group.step,), weight=len(group.open))
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
     def give_back(self, rows: list[SimulatedRow]) -> None:
-        """Offer rows again that nobody holds any more."""
+        """Make rows available again after their rollout released them."""
         for row in rows:
             row.group.open.append(row)
         for group in dict.fromkeys(row.group for row in rows):
@@ -104,12 +104,12 @@ class RowPool:
             self.put(group)
 
     def parked(self, rollout: SimulatedRollout) -> Ask | None:
-        """Return what ``rollout`` waits for."""
+        """Return the parked claim of ``rollout``."""
         claim = self._parked.get(rollout)
         return None if claim is None else claim[0]
 
     def withdraw(self, rollout: SimulatedRollout) -> None:
-        """Take back what ``rollout`` waits for."""
+        """Remove the parked claim of ``rollout``."""
         self._parked.pop(rollout, None)
 
     def claim(self, rollout: SimulatedRollout, ask: Ask, *, most: int) -> list[SimulatedRow]:
@@ -120,8 +120,8 @@ class RowPool:
             self._parked[rollout] = (ask, versions, most)
         return rows
 
-    def look(self) -> None:
-        """Meet the claims that can be met."""
+    def react(self) -> None:
+        """Answer the claims for which rows are available."""
         for exact in (True, False):
             for rollout, (ask, versions, most) in list(self._parked.items()):
                 if not len(self._index):

@@ -1,7 +1,6 @@
-"""A simulated run: the world in which driver, trainer and rollouts meet, from the first event to the last.
+"""A simulated run: the world that connects driver, trainer and rollouts, from the first event to the last.
 
-Invariant: a run is a function of its scenario and its seed: no clock, no real randomness, and nothing that depends on
-the order of a set.
+Invariant: a run is a function of its scenario and its seed: it uses no clock, no true randomness, and no set order.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from asyncflow.timeline.tracks import Mark, Timeline, Track
 _BUSY = frozenset(("generate", "evaluation", "compute", "optimizer", "checkpoint"))
 """Kinds of spans that count as busy, as in the idle shares of a real run."""
 _RECENT = 10
-"""Steps by which the supply of a staggered update is judged."""
-_PULSE_S = 0.5
-"""Seconds after which permits are looked at again."""
+"""Number of recent steps from which the supply of a staggered update is computed."""
+_POLL_S = 0.5
+"""Interval at which permits are granted again."""
 
 
 def simulate(scenario: Scenario, *, seed: int, spans: bool = True) -> Simulated:
-    """Return what a run of ``scenario`` would be.
+    """Return the result of a simulated run of ``scenario``.
 
-    seed: as ``algorithm.seed``, for the lengths of responses; spans: whether there is to be a timeline, which takes
-    time and memory. Raises AsyncFlowError where the run stands still, which says what waits for what.
+    seed: as ``algorithm.seed``, for the lengths of responses; spans: whether to record a timeline, which costs time and
+    memory. Raises AsyncFlowError if the run deadlocks, with the state in which it did.
     """
     return World(scenario, seed=seed, spans=spans).run()
 
 
 class World:
-    """All that a run consists of. keeps: whether recorders keep spans; mixes: whether responses may mix versions."""
+    """All parts of a run. keeps: whether recorders keep spans; mixes: whether responses may mix versions."""
 
     def __init__(self, scenario: Scenario, *, seed: int, spans: bool) -> None:
         self.scenario, self.seed, self.keeps = scenario, seed, spans
@@ -57,10 +56,10 @@ class World:
         if scenario.colocated is not None:
             self.load_s = scenario.colocated.to_generate_s
         self._permits = Permits(most=scenario.stagger)
-        self._pulses = False
+        self._polling = False
         self._attempts: defaultdict[int, int] = defaultdict(int)
         self._units = [0.0] * scenario.models.storage.units
-        self._dead: list[TrackRecorder] = []
+        self._ended_recorders: list[TrackRecorder] = []
         self._marks: list[Mark] = []
         self._closed = 0.0
         self._spent: dict[str, dict[tuple[str, str], float]] = {}
@@ -70,41 +69,41 @@ class World:
     def run(self) -> Simulated:
         """Run to the end."""
         scenario, agenda = self.scenario, self.agenda
-        agenda.tell(self.driver)
+        agenda.wake(self.driver)
         agenda.at(scenario.models.start.trainer_s, self.trainer.start)
         for index in range(scenario.rollouts):
             self._join(index)
-        for happening in scenario.happenings:
-            agenda.at(happening.at, self._happen, happening)
+        for event in scenario.happenings:
+            agenda.at(event.at, self._handle, event)
         if not agenda.run(over=lambda: self.driver.over):
             raise AsyncFlowError(
                 f"the simulated run stands still at {agenda.now:.3f} s in step {self.trainer.step + 1}: "
-                f"{self.driver.assignment.running} prompts are out, {len(self.rollouts)} rollouts are there",
+                f"{self.driver.assignment.running} prompts are out, {len(self.rollouts)} rollouts exist",
                 where="sim",
-                hint="Nothing is planned any more. Are there rollouts, and may prompts be put by this schedule?",
+                hint="No event is left. Are there rollouts, and does the schedule admit prompts?",
             )
         return self._result()
 
-    # What the parts tell each other
+    # Interaction between the parts
 
     def publish(self, version: Version) -> None:
-        """Make a version known to all."""
+        """Add a version, and wake all parts that depend on it."""
         self.catalogue.publish(version)
-        self.agenda.tell(self.driver)
-        self.tell_rollouts()
+        self.agenda.wake(self.driver)
+        self.wake_rollouts()
 
-    def tell_rollouts(self) -> None:
-        """Have all rollouts look."""
+    def wake_rollouts(self) -> None:
+        """Wake all rollouts."""
         for rollout in self.rollouts.values():
-            self.agenda.tell(rollout)
+            self.agenda.wake(rollout)
 
     def open(self) -> None:
-        """Count time from now on: the first prompt is put."""
+        """Start the measured window: the first prompt is put."""
         for recorder in self._recorders():
             recorder.reset(self.agenda.now)
 
     def close(self) -> None:
-        """Count no more: the last step is made."""
+        """End the measured window: the last step is made."""
         now = self._closed = self.agenda.now
         spent: defaultdict[str, defaultdict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
         shares: defaultdict[str, list[float]] = defaultdict(list)
@@ -119,29 +118,29 @@ class World:
         self._spent = {role: dict(each) for role, each in spent.items()}
         self._idle = {role: sum(each) / len(each) for role, each in shares.items()}
 
-    def quiet(self) -> None:
-        """Have the trainer look whether the devices are free that it shares."""
+    def wake_colocated_trainer(self) -> None:
+        """Wake a trainer that shares its devices, to check whether they are free."""
         if self.scenario.colocated is not None:
-            self.agenda.tell(self.trainer)
+            self.agenda.wake(self.trainer)
 
     @property
     def generating(self) -> bool:
-        """True while a rollout has something to do, or to load."""
-        return not all(rollout.resting for rollout in self.rollouts.values())
+        """True while a rollout generates, loads weights or has rows."""
+        return not all(rollout.is_idle for rollout in self.rollouts.values())
 
     def pull_s(self, version: Version) -> float:
-        """Return the seconds in which the next that asks gets a version."""
+        """Return the seconds of the next pull of a version."""
         if self.scenario.colocated is not None:
             return 0.0
         return self.scenario.models.link.seconds(self.catalogue.place(version))
 
     def written_at(self, row: SimulatedRow) -> float:
-        """Return when a sample that has its reward is complete in the queue."""
+        """Return the time at which a sample with its reward is complete in the queue."""
         storage = self.scenario.models.storage
         return self._moved_at(row.group.serial, [row]) + storage.write_s
 
     def fetched_at(self, ranks: list[list[SimulatedRow]]) -> float:
-        """Return when a slot that is decided now is with the trainer."""
+        """Return the time at which the trainer has received a slot that is decided now."""
         storage = self.scenario.models.storage
         if not storage.byte_s:
             return self.agenda.now + storage.slot_s
@@ -163,13 +162,13 @@ class World:
     # Permits of a staggered update
 
     def permit_wanted(self, rollout: SimulatedRollout, version: Version) -> None:
-        """Take in that a rollout wants to change the weights of ``version``."""
+        """Handle the request of a rollout to change the weights of ``version``."""
         self._permits.ask(rollout.worker, version=version.packed, now=self.agenda.now)
         self._grant()
-        self._pulse()
+        self._start_polling()
 
     def permit_over(self, rollout: SimulatedRollout) -> None:
-        """Take in that a rollout has changed its weights, or does not want to any more."""
+        """Handle that a rollout has changed its weights, or no longer wants to."""
         self._permits.end(rollout.worker, now=self.agenda.now)
         self._grant()
 
@@ -179,16 +178,16 @@ class World:
             if worker in by_worker:
                 by_worker[worker].permitted()
 
-    def _pulse(self) -> None:
-        if not self._pulses:
-            self._pulses = True
-            self.agenda.after(_PULSE_S, self._beat)
+    def _start_polling(self) -> None:
+        if not self._polling:
+            self._polling = True
+            self.agenda.after(_POLL_S, self._poll_permits)
 
-    def _beat(self) -> None:
-        self._pulses = False
+    def _poll_permits(self) -> None:
+        self._polling = False
         if not self.driver.over:
             self._grant()
-            self._pulse()
+            self._start_polling()
 
     def _supply(self) -> Supply:
         recent = self.trainer.figures[-_RECENT:]
@@ -202,7 +201,7 @@ class World:
             version_s=sum(paces) / len(paces) * self.scenario.schedule.sync_every if paces else None,
         )
 
-    # Processes that come and go
+    # Rollouts that start and end
 
     def _join(self, index: int) -> None:
         rollout = SimulatedRollout(self, index, self._attempts[index])
@@ -210,41 +209,41 @@ class World:
         self.rollouts[index] = rollout
         self.agenda.after(self.scenario.models.start.rollout_s, rollout.start)
 
-    def _happen(self, happening: Happening) -> None:
+    def _handle(self, event: Happening) -> None:
         start = self.scenario.models.start
-        if happening.what == "join":
+        if event.what == "join":
             index = max(self.rollouts, default=-1) + 1
-            self._note("join", f"rollout-{index}")
+            self._mark("join", f"rollout-{index}")
             self._join(index)
             return
-        rollout = self.rollouts.get(happening.index)
+        rollout = self.rollouts.get(event.index)
         if rollout is None:
             return
-        self._note(happening.what, f"rollout-{happening.index}")
-        del self.rollouts[happening.index]
-        killed = happening.what == "kill"
+        self._mark(event.what, f"rollout-{event.index}")
+        del self.rollouts[event.index]
+        killed = event.what == "kill"
         held = rollout.leave(killed=killed)
         self._permits.leave(rollout.worker)
-        self._dead.append(rollout.recorder)
+        self._ended_recorders.append(rollout.recorder)
         self._redone += sum(tokens for _, tokens in held) if killed else 0
         for row, tokens in held:
             if killed:
                 row.forget()
             else:
                 row.mark(tokens, row.newest)
-                row.made = tokens
-            row.began = row.ends = 0.0
+                row.generated = tokens
+            row.started = row.ends = 0.0
         self.agenda.after(start.detect_s if killed else 0.0, self._give_back, [row for row, _ in held])
         if killed:
-            self.agenda.after(start.restart_s, self._join, happening.index)
+            self.agenda.after(start.restart_s, self._join, event.index)
         self._grant()
 
     def _give_back(self, rows: list[SimulatedRow]) -> None:
         for purpose, pool in self.pools.items():
-            if mine := [row for row in rows if row.work.purpose == purpose]:
-                pool.give_back(mine)
+            if own_rows := [row for row in rows if row.work.purpose == purpose]:
+                pool.give_back(own_rows)
 
-    def _note(self, what: str, of: str) -> None:
+    def _mark(self, what: str, of: str) -> None:
         self._marks.append(Mark(at=self.agenda.now, what=what, of=of))
 
     # The end
@@ -254,7 +253,7 @@ class World:
             self.driver.recorder,
             self.trainer.recorder,
             *(rollout.recorder for rollout in self.rollouts.values()),
-            *self._dead,
+            *self._ended_recorders,
         ]
 
     def _result(self) -> Simulated:

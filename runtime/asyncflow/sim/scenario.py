@@ -1,6 +1,6 @@
-"""Scenarios: the schedule and the sizes of a job, models of what takes time, and what happens to its processes.
+"""Scenarios: the schedule and the sizes of a job, models of durations, and events of its processes.
 
-Invariant: a scenario says everything that a simulated run depends on but the seed.
+Invariant: a simulated run depends only on its scenario and its seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncflow.sim.models import Colocation, EngineModel, Models, TrainerModel
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationLoad:
-    """Evaluations: each ``every`` steps ``prompts`` held-out prompts of ``group_size`` samples."""
+    """Evaluations: every ``every`` steps, ``prompts`` held-out prompts with ``group_size`` samples each."""
 
     every: int
     prompts: int
@@ -31,9 +31,9 @@ class EvaluationLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Happening:
-    """Event in the life of a rollout ``at`` a virtual second: it is killed, told to leave, or joins as one more.
+    """Event of a rollout at a virtual second: it is killed, it leaves, or another one joins.
 
-    index: of the rollout, -1 where one joins.
+    index: of the rollout, -1 for one that joins.
     """
 
     at: float
@@ -43,14 +43,14 @@ class Happening:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A job and models of what takes time in it.
+    """A job and models of the durations in it.
 
-    max_tokens: of a response; rollouts, ranks: how many; slot_tokens: most tokens of one rank's part of a slot;
-    shared_prompt: whether the rows of a group in it share their prompt; whole_groups: whether groups stay whole there;
-    whole_steps: whether the algorithm needs all of D_k at once, whatever the schedule; passes: of the trainer over D_k;
-    checkpoint_every: steps, 0 for the last alone; keep: newest versions that can be had whoever needs them; stagger:
-    most rollouts that change weights at once; colocated: one set of devices generates and then trains, None for two
-    sets.
+    max_tokens: of a response; rollouts, ranks: their numbers; slot_tokens: maximum tokens of one rank's part of a slot;
+    shared_prompt: whether the rows of a group in it share their prompt; whole_groups: whether it keeps groups whole;
+    whole_steps: whether the algorithm needs the whole of D_k before it starts, whatever the schedule; passes: of the
+    trainer over D_k; checkpoint_every: steps, 0 for the last one only; keep: number of newest versions that are always
+    available; stagger: maximum number of rollouts that change weights concurrently; colocated: one set of devices
+    generates and then trains, None for two sets.
     """
 
     schedule: ScheduleSpec
@@ -74,25 +74,25 @@ class Scenario:
     happenings: tuple[Happening, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be colocated."""
+        """Raise ManifestError for a colocated scenario with an asynchronous schedule."""
         if self.colocated is not None and self.schedule.mode != "sync":
-            hint = "Give schedule.mode: sync, or devices of their own"
+            hint = "Set schedule.mode to sync, or use separate devices"
             raise ManifestError("one set of devices cannot generate while it trains", where="schedule.mode", hint=hint)
 
     @property
     def plan(self) -> Schedule:
-        """Steps, versions and evaluations."""
+        """The schedule of steps, versions and evaluations."""
         every = self.evaluation.every if self.evaluation is not None else 0
         return Schedule.by(self.schedule, steps=self.steps, eval_every=every)
 
     @property
     def admission(self) -> list[Admission]:
-        """The rules by which prompts are admitted."""
+        """The rules for the admission of prompts."""
         return admission_by(self.schedule, prompts_per_step=self.prompts_per_step, steps=self.steps)
 
 
 def scenario_of(job: RLJob, *, models: Models | None = None, colocated: Colocation | None = None) -> Scenario:
-    """Return the scenario of a manifest. models: None for what the manifest itself says (``models_of``)."""
+    """Return the scenario of a manifest. models: None to take them from the manifest (``models_of``)."""
     spec = job.spec
     evaluation = None
     if spec.evaluation is not None:
@@ -125,7 +125,7 @@ def scenario_of(job: RLJob, *, models: Models | None = None, colocated: Colocati
 
 
 def left_out(job: RLJob) -> list[str]:
-    """Return what a job has that is not simulated, in words."""
+    """Return descriptions of the features of a job that are not simulated."""
     spec = job.spec
     found = {
         "the reference as a role": spec.reference is not None,
@@ -134,13 +134,13 @@ def left_out(job: RLJob) -> list[str]:
         "groups without variance, which are dropped": spec.algorithm.filter_zero_variance == "drop",
         "elastic scaling": spec.elasticity.acts,
     }
-    return [what for what, there in found.items() if there]
+    return [what for what, present in found.items() if present]
 
 
 def models_of(job: RLJob) -> Models:
-    """Return the models of a job whose manifest says what takes how long: of simulated engines and a counting trainer.
+    """Return the models of a job whose manifest contains all durations: a simulated engine and a counting trainer.
 
-    Raises ManifestError for another, whose times have to be fitted to a run.
+    Raises ManifestError for other jobs, whose models must be fitted to a run.
     """
     spec = job.spec
     engine, backend = spec.rollout.engine, spec.trainer.backend
@@ -150,9 +150,9 @@ def models_of(job: RLJob) -> Models:
     ):
         if name != known:
             raise ManifestError(
-                f"how long {name} takes is not known",
+                f"the durations of {name} are not known",
                 where=f"spec.{what}",
-                hint=f"Give models that asyncflow sim fit made of a run of it, or take {known}",
+                hint=f"Use models that asyncflow sim fit made from a run of it, or use {known}",
             )
     return Models(
         engine=engine_model(engine.options, slots=engine.slots),
@@ -162,10 +162,10 @@ def models_of(job: RLJob) -> Models:
 
 def engine_model(options: Mapping[str, Any], *, slots: int) -> EngineModel:
     """Return the model of a simulated engine with these options."""
-    given = {name: float(value) for name, value in options.items() if name != "vocab"}
-    scale = given.pop("time_scale", 1.0)
-    tokens, sigma, rho = (given.pop(name, 0.0) for name in ("tokens", "sigma", "rho"))
-    seconds = {name: value * scale for name, value in given.items()}
+    values = {name: float(value) for name, value in options.items() if name != "vocab"}
+    scale = values.pop("time_scale", 1.0)
+    tokens, sigma, rho = (values.pop(name, 0.0) for name in ("tokens", "sigma", "rho"))
+    seconds = {name: value * scale for name, value in values.items()}
     return EngineModel(slots=slots, lengths=Lengths(tokens=tokens, sigma=sigma, rho=rho), **seconds)
 
 

@@ -1,11 +1,11 @@
 """The simulated trainer: slots of a step as they become ready, its loops, publications and checkpoints.
 
-It does what ``training.trainer`` does: a slot is decided and fetched while the one before is computed; the whole of D_k
-is collected first where the schedule says so; a publication goes on beside the next step, which changes the weights
-only when they are copied.
+It does the same as ``training.trainer``: the next slot is decided and fetched while the current one is computed; the
+whole of D_k is collected first if the schedule requires it; a publication runs concurrently with the next step, which
+changes the weights only after they are copied.
 
-Invariants: steps are made in their order, each of exactly the groups that belong to it; versions are published in their
-order; of its time each second is one of those that the real one tells apart.
+Invariants: steps are made in order, each from exactly the groups that belong to it; versions are published in order;
+every second is attributed to one of the same kinds of spans as in a real trainer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class DealtSlot(NamedTuple):
-    """One micro-batch of each rank. last: whether nothing of the step is left."""
+    """One micro-batch of each rank. last: whether it completes the step."""
 
     ranks: list[list[SimulatedRow]]
     last: bool
 
 
 class SimulatedTrainer:
-    """The gang. step: the last one that was made; figures: of all that were."""
+    """The gang. step: the last completed step; figures: of all completed steps."""
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
@@ -46,67 +46,67 @@ class SimulatedTrainer:
         )
         self._whole = scenario.schedule.whole_steps or scenario.whole_steps
         self._ready: defaultdict[int, list[SimulatedGroup]] = defaultdict(list)
-        self._feeds = self._fetching = self._computing = self._exhausted = self._alone = False
-        self._begin_step()
+        self._accepting = self._fetching = self._computing = self._exhausted = self._owns_devices = False
+        self._start_step()
         self._since = (0.0, self._spent())
         self._copied_at = self._announced_at = 0.0
 
     def start(self) -> None:
-        """Publish θ_0 and begin."""
+        """Publish θ_0 and start."""
         self._publish(0)
         self._agenda.at(self._announced_at, self._started)
 
     def offer(self, group: SimulatedGroup) -> None:
-        """Take in a group that can be trained."""
+        """Receive a group that can be trained."""
         self._ready[group.step].append(group)
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
     def ready(self) -> int:
-        """Return the samples that can be trained and are in no slot yet."""
+        """Return the number of samples that can be trained and are not yet in a slot."""
         return sum(len(group.rows) for groups in self._ready.values() for group in groups)
 
-    def look(self) -> None:
-        """Fetch the next slot, and compute what is there."""
-        if not self._feeds:
+    def react(self) -> None:
+        """Fetch the next slot, and compute a fetched one."""
+        if not self._accepting:
             return
         self._fetch()
         if self._computing or not self._slots or (self._whole and not self._slots[-1].last):
             return
-        if self._world.scenario.colocated is not None and not self._alone:
+        if self._world.scenario.colocated is not None and not self._owns_devices:
             if self._world.generating:
                 return
-            self._alone = True
+            self._owns_devices = True
             self._computing = True
             seconds = self._world.scenario.colocated.to_train_s
             self.recorder.turn(self._agenda.now, "swap", step=self.step + 1, version=self.step)
-            self._agenda.after(seconds, self._next)
+            self._agenda.after(seconds, self._devices_ready)
             return
         self._compute()
 
-    def _next(self) -> None:
+    def _devices_ready(self) -> None:
         self._computing = False
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
     def _started(self) -> None:
         self._since = (self._agenda.now, self._spent())
-        self._feed()
+        self._wait_for_slot()
 
-    def _feed(self) -> None:
-        self._feeds = True
+    def _wait_for_slot(self) -> None:
+        self._accepting = True
         self.recorder.turn(self._agenda.now, "idle", waits="claim", step=self.step + 1, version=self.step)
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
-    def _begin_step(self) -> None:
+    def _start_step(self) -> None:
         self._bound = 0
-        self._fetching = self._computing = self._exhausted = self._alone = False
+        self._fetching = self._computing = self._exhausted = self._owns_devices = False
         self._slots: list[DealtSlot] = []
         self._carry: list[SimulatedRow] = []
         self._rows: list[SimulatedRow] = []
         self._loads = [0] * self._world.scenario.ranks
-        self._made = 0
+        self._slot_count = 0
 
     def _fetch(self) -> None:
-        """Decide the next slot and have it fetched; one ahead, or all of a step that is collected whole."""
+        """Decide and fetch the next slot: one in advance, or all slots of a step that is collected whole."""
         if self._fetching or self._exhausted or (self._slots and not self._whole):
             return
         if (slot := self._decide()) is not None:
@@ -119,7 +119,7 @@ class SimulatedTrainer:
     def _fetched(self, slot: DealtSlot) -> None:
         self._fetching = False
         self._slots.append(slot)
-        self._agenda.tell(self)
+        self._agenda.wake(self)
 
     def _decide(self) -> DealtSlot | None:
         scenario, ready = self._world.scenario, self._ready[self.step + 1]
@@ -135,12 +135,12 @@ class SimulatedTrainer:
             before=self._loads,
             complete=len(ready) >= room,
         )
-        given = {row for rank in chosen for row in rank}
-        begun = [group for group in ready if not given.isdisjoint(group.rows)]
-        self._bound += len(begun)
-        self._ready[self.step + 1] = [group for group in ready if group not in begun]
-        opened = [*self._carry, *(row for group in begun for row in group.rows)]
-        self._carry = [row for row in opened if row not in given]
+        selected = {row for rank in chosen for row in rank}
+        opened_groups = [group for group in ready if not selected.isdisjoint(group.rows)]
+        self._bound += len(opened_groups)
+        self._ready[self.step + 1] = [group for group in ready if group not in opened_groups]
+        opened = [*self._carry, *(row for group in opened_groups for row in group.rows)]
+        self._carry = [row for row in opened if row not in selected]
         self._loads = [load + self._weight(rows) for load, rows in zip(self._loads, chosen, strict=True)]
         return DealtSlot(chosen, last=not self._carry and self._bound == scenario.prompts_per_step)
 
@@ -151,7 +151,7 @@ class SimulatedTrainer:
         self._computing = True
         slot = self._slots.pop(0)
         model = self._model
-        self._made += 1
+        self._slot_count += 1
         self._rows += [row for rank in slot.ranks for row in rank]
         samples = max(map(len, slot.ranks))
         tokens = max(map(self._weight, slot.ranks))
@@ -162,13 +162,13 @@ class SimulatedTrainer:
     def _computed(self, last: bool) -> None:
         self._computing = False
         if last:
-            self._feeds = False
+            self._accepting = False
             self.recorder.turn(self._agenda.now, "publish", step=self.step + 1, version=self.step)
             self._agenda.at(self._copied_at, self._optimize)
         elif self._slots:
-            self._agenda.tell(self)
+            self._agenda.wake(self)
         else:
-            self._feed()
+            self._wait_for_slot()
 
     def _optimize(self) -> None:
         self.recorder.turn(self._agenda.now, "optimizer", step=self.step + 1, version=self.step)
@@ -219,21 +219,21 @@ class SimulatedTrainer:
                 staleness_end_max=max(ends),
                 staleness_end_mean=sum(ends) / len(ends),
                 staleness_token_mean=lag - sum(row.weighted for row in self._rows) / max(1, response),
-                slots=self._made,
+                slots=self._slot_count,
             )
         )
         self._world.driver.report(self.step)
         last, every = self.step == scenario.steps, scenario.checkpoint_every
         if last:
             self._world.close()
-        self._begin_step()
+        self._start_step()
         if last or (every and self.step % every == 0):
             self.recorder.turn(now, "checkpoint", step=self.step, version=self.step - 1)
-            self._agenda.after(self._model.checkpoint_s, self._rest if last else self._feed)
+            self._agenda.after(self._model.checkpoint_s, self._end if last else self._wait_for_slot)
         else:
-            self._feed()
+            self._wait_for_slot()
 
-    def _rest(self) -> None:
+    def _end(self) -> None:
         self.recorder.turn(self._agenda.now, "idle", waits="end")
 
     def _spent(self) -> dict[tuple[str, str], float]:
