@@ -163,8 +163,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
         ({"kind": "pigeon"}, "no installed package offers 'pigeon' in asyncflow.metric_sinks"),
         ({"kind": "absent"}, r"sinks\[0\]: not installed: nowhere_at_all. pip install 'nowhere-at-all'"),
         ({"kind": "wandb", "options": {"api_key": "x"}}, "unknown option api_key"),
-        ({"kind": "wandb", "options": {"base_url": "https://me:secret@host"}}, "base_url has a password in it"),
-        ({"kind": "mlflow", "options": {"tracking_uri": "https://me:secret@host"}}, "tracking_uri has a password"),
+        ({"kind": "wandb", "options": {"base_url": "https://me:secret@host"}}, "base_url contains a password"),
+        ({"kind": "mlflow", "options": {"tracking_uri": "https://me:secret@host"}}, "tracking_uri contains a password"),
     ):
         with pytest.raises(ManifestError, match=said) as refused:
             check_sink(*job_with([sink]).spec.telemetry.sinks, number=0)
@@ -295,12 +295,12 @@ def test_mlflow_has_one_run_however_often_it_is_resumed(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_feeds_a_sink(tmp_path: Path) -> None:
-    from asyncflow.telemetry.sinks.feed import _alone
+    from asyncflow.telemetry.sinks.feed import _locked
 
     job = job_with([{"kind": "tensorboard"}])
     folder = RunFolder(tmp_path / "run", job)
     own = folder.path / "sinks" / "tensorboard"
     own.mkdir(parents=True)
-    with _alone(own / "lock"), pytest.raises(AsyncFlowError, match="another process writes to this sink"):
+    with _locked(own / "lock"), pytest.raises(AsyncFlowError, match="another process writes to this sink"):
         feed(job, kind="tensorboard", folder=folder.path, follow=False)
     assert feed(job, kind="tensorboard", folder=folder.path, follow=False) == 0

@@ -205,7 +205,7 @@ def test_a_full_disk_makes_the_ring_smaller_and_a_failing_one_ends_it(tmp_path, 
         spans.enter("generate")
         spans.close()
     assert len(caplog.records) == 1
-    assert "the timeline is recorded no further" in caplog.text
+    assert "recording of the timeline ends" in caplog.text
     Spans(tmp_path / "a.spans" / "below" / "b.spans").enter("generate")
     assert "no timeline is recorded" in caplog.text
 

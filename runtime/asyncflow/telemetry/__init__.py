@@ -1,1 +1,1 @@
-"""Telemetry of a role: its metrics, how busy it was, and its log."""
+"""Telemetry of a role: metrics, busy time, spans, logs, and sinks."""

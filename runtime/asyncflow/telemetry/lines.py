@@ -1,6 +1,6 @@
-"""Lines of JSON that another process appends to a file: those that came since the last look.
+"""Incremental reading of JSON lines that another process appends to a file.
 
-Invariant: a line is taken once it is whole; what is no JSON object with a time costs that line only.
+Invariant: a line is read once it is complete; a line that is not a JSON object with a time is skipped.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import msgspec
 
 
 def new_lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines from byte ``start`` on, as far as they are JSON objects with a time, and where they end.
+    """Return the new complete lines from byte ``start`` on that are JSON objects with a time, and the end offset.
 
-    Where the file is shorter than that, it is another one, and read from its beginning.
+    If the file is shorter than ``start``, it was replaced, and is read from its beginning.
     """
     try:
         with path.open("rb") as file:

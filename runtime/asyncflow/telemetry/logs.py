@@ -1,7 +1,7 @@
-r"""Logging of a role: one line a record on stderr, UTC time, level, role, place, words.
+r"""Logging of a role: one line per record on stderr, with UTC time, level, role, logger and message.
 
-Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so that lines of many
-processes can be mixed, sorted and searched; a record that cannot be written is dropped, and holds nothing up.
+Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so the lines of many
+processes can be merged, sorted and searched; a record that cannot be written is dropped, and blocks nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TextIO
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z WARNING rollout-3 asyncflow.rpc.server: words``."""
+    """Formats a record as ``2026-01-31T12:00:00.123Z WARNING rollout-3 asyncflow.rpc.server: message``."""
 
-    def __init__(self, who: str) -> None:
-        line = f"%(asctime)s.%(msecs)03dZ %(levelname)s {who.replace('%', '%%')} %(name)s: %(message)s"
+    def __init__(self, process: str) -> None:
+        line = f"%(asctime)s.%(msecs)03dZ %(levelname)s {process.replace('%', '%%')} %(name)s: %(message)s"
         super().__init__(line, datefmt="%Y-%m-%dT%H:%M:%S")
         self.converter = time.gmtime
 
@@ -27,15 +27,15 @@ class LineFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
-        """Drop a record that cannot be written, as its stream fails or was closed."""
+        """Drop a record that cannot be written because its stream fails or was closed."""
         if not (isinstance(sys.exc_info()[1], OSError) or self.stream.closed):
             super().handleError(record)
 
 
 def setup_logging(role: str, index: int, *, level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send all log records of this process to ``stream`` (stderr), in place of what was set up before.
+    """Send all log records of this process to ``stream`` (stderr), replacing any previous configuration.
 
-    level: the least level shown of asyncflow's own records; others' are shown from WARNING on.
+    level: minimum level of asyncflow's own records; records of other loggers are shown from WARNING on.
     """
     handler = _Handler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(f"{role}-{index}"))

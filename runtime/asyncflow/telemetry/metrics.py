@@ -1,15 +1,15 @@
-"""The metrics of each role: one small class a role, each metric declared in one place; and the clock of busy time.
+"""The metrics of each role, declared in one class per role; and the clock of busy time.
 
-Names are ``asyncflow_<role>_<what>``, with a unit (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for shares of one)
-where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds
-its name. Every class has a registry of its own, which ``rpc.http`` shows.
+Names are ``asyncflow_<role>_<what>``, with a unit if there is one (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for
+shares of one), and ``_total`` for counters. The instance is not a label, since the scraper adds its name. Every object
+has its own registry, which ``rpc.http`` exports.
 
-Busy time is the union of sections, of each cause and of all together: sections of one cause may overlap (many sequences
-run at once) and nest (a forward inside a step), in one thread or in many.
+Busy time is the union of sections, for each cause and for all causes together. Sections of one cause may overlap (many
+concurrent sequences) and nest (a forward inside a step), in one thread or in many.
 
-Invariants: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
-No cause is ever busy longer than ``total()``, ``total()`` never longer than the time that passed, and never shorter
-than any one section; a section that still runs counts up to now.
+Invariants: values that another object counts (busy seconds, calls) are read from it at each request of ``/metrics``,
+never copied. No cause is ever busy for longer than ``total()``; ``total()`` is never longer than the elapsed time, and
+never shorter than any one section; a running section counts up to now.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncflow.rpc.server import RpcCounters
 
 
 class _Union:
-    """Length of a union of intervals that begin and end in the order of one clock."""
+    """Length of a union of intervals whose begins and ends are reported in chronological order."""
 
     __slots__ = ("depth", "passed", "since")
 
@@ -56,7 +56,7 @@ class _Union:
 
 
 class BusyClock:
-    """Counts busy seconds per cause: ``busy = BusyClock()``, then ``with busy("forward"): ...``. Thread-safe.
+    """Counter of busy seconds per cause: ``busy = BusyClock()``, then ``with busy("forward"): ...``. Thread-safe.
 
     clock: monotonic seconds.
     """
@@ -69,7 +69,7 @@ class BusyClock:
 
     @contextmanager
     def __call__(self, cause: str) -> Iterator[None]:
-        """Count the body as time spent on ``cause``."""
+        """Count the body as busy time of ``cause``."""
         self.begin(cause)
         try:
             yield
@@ -77,9 +77,9 @@ class BusyClock:
             self.end(cause)
 
     def begin(self, cause: str, *, since: float | None = None) -> None:
-        """Begin a section that is no ``with`` block; each needs its ``end``.
+        """Begin a section outside a ``with`` block; each needs a matching ``end``.
 
-        since: when it began, if that was before now, and after all other sections had ended.
+        since: begin of the section if before now; all other sections must have ended before that time.
         """
         with self._lock:
             now = self._clock() if since is None else since
@@ -87,7 +87,7 @@ class BusyClock:
             self._causes.setdefault(cause, _Union()).begin(now)
 
     def end(self, cause: str) -> None:
-        """End a section that ``begin`` began; ValueError where there is none."""
+        """End a section. Raises ValueError if no section of ``cause`` is running."""
         with self._lock:
             union = self._causes.get(cause)
             if union is None or union.depth == 0:
@@ -97,12 +97,12 @@ class BusyClock:
             self._all.end(now)
 
     def total(self) -> float:
-        """Return the seconds so far in which at least one section of any cause ran."""
+        """Return the seconds in which at least one section of any cause ran."""
         with self._lock:
             return self._all.until(self._clock())
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds so far of each cause; causes that overlap both count."""
+        """Return the seconds of each cause; time in which several causes ran counts for each of them."""
         with self._lock:
             now = self._clock()
             return {cause: union.until(now) for cause, union in self._causes.items()}
@@ -111,11 +111,11 @@ class BusyClock:
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SERIES = ("_total", "_sum", "_count")
-"""Endings of the series of a counter, and of those of a histogram that are sums."""
+"""Suffixes of the series of counters, and of the sums of histograms."""
 
 
 class _Shown(Collector):
-    """A metric without labels of which the value is set as a whole; None: it has no sample."""
+    """A metric without labels whose value is set as a whole; it has no sample while the value is None."""
 
     family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
 
@@ -124,7 +124,7 @@ class _Shown(Collector):
         self._value = value
 
     def set(self, value: float) -> None:
-        """Show ``value``."""
+        """Set the value."""
         self._value = value
 
     def collect(self) -> Iterable[Metric]:
@@ -132,27 +132,27 @@ class _Shown(Collector):
         yield self.family(*self._named, value=self._value)
 
     def describe(self) -> Iterable[Metric]:
-        """Yield the metric, by whose name a registry finds it."""
+        """Yield the metric, from which a registry takes its name."""
         return self.collect()
 
 
 class Total(_Shown):
-    """A counter whose value is kept elsewhere, and never falls: shown as ``<name>_total``."""
+    """A counter whose value is computed elsewhere, and never falls; exported as ``<name>_total``."""
 
     family = CounterMetricFamily
 
 
 class Figure(_Shown):
-    """A gauge that is not shown until it has a value, because 0 would be taken for one."""
+    """A gauge that has no sample until it is set, because 0 would look like a value."""
 
     family = GaugeMetricFamily
 
 
 class RoleMetrics:
-    """Metrics that all roles have in common: those of the process itself, and how to declare one of this role.
+    """Metrics that all roles have: metrics of the process, and methods to declare those of a role.
 
-    reported: those that the driver is told with each heartbeat, and keeps with what it knows of the process
-    (``lives.json``), so that they are known of a process that is gone.
+    reported: names of the metrics that the driver receives with each heartbeat, and stores with its other data about
+    the process (``lives.json``), so that they remain known after the process has ended.
     """
 
     role = "role"
@@ -162,13 +162,13 @@ class RoleMetrics:
         self.registry = CollectorRegistry()
         self.refreshed: list[Callable[[], Awaitable[None]]] = []
         ProcessCollector(registry=self.registry)
-        self.insecure = self.gauge("insecure", "1 where this process serves other hosts without a certificate")
+        self.insecure = self.gauge("insecure", "1 if this process serves other hosts without a certificate")
         self.certificate_errors = self.total("certificate_errors", "changed certificates that could not be used")
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics that are ``reported``, and ``insecure``, by name without ``asyncflow_<role>_``.
+        """Return the ``reported`` metrics and ``insecure``, by name without ``asyncflow_<role>_``.
 
-        The label of one that has labels follows its name: ``sequences_total{length}``.
+        Labels are appended to the name: ``sequences_total{length}``.
         """
         prefix = f"asyncflow_{self.role}_"
         wanted = {f"{prefix}{what}{end}" for what in (*self.reported, "insecure") for end in ("", *_SERIES)}
@@ -181,27 +181,25 @@ class RoleMetrics:
         return found
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
-        """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
-        self._count(
-            f"{what}_seconds", "time spent on a cause", "cause", lambda: {**busy.seconds(), "any": busy.total()}
-        )
+        """Export ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is the union of all."""
+        self._count(f"{what}_seconds", "busy time by cause", "cause", lambda: {**busy.seconds(), "any": busy.total()})
 
     def relay(self, source: Callable[[], Awaitable[str]]) -> None:
-        """Show the metrics that ``source`` returns in Prometheus' text format, asked anew whenever these are."""
+        """Export the metrics that ``source`` returns in Prometheus' text format; it is called for each request."""
         relayed = _Relayed(source)
         self.registry.register(relayed)
         self.refreshed.append(relayed.refresh)
 
     def watch_rpc(self, counters: RpcCounters) -> None:
-        """Show the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""
+        """Export the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""
         for what, words, label, counts in (
-            ("calls", "calls begun", "method", counters.calls),
-            ("errors", "calls answered by an error", "code", counters.errors),
+            ("calls", "calls started", "method", counters.calls),
+            ("errors", "calls answered with an error", "code", counters.errors),
             ("refused", "connections and calls refused", "reason", counters.refused),
-            ("dropped", "messages dropped, such as follow no protocol", "reason", counters.dropped),
+            ("dropped", "messages dropped, for example malformed ones", "reason", counters.dropped),
         ):
             self._count(f"rpc_{what}", words, label, partial(dict, counts))
-        words = "calls whose caller waited no longer"
+        words = "calls whose caller stopped waiting"
         self._count("rpc_cancelled", words, "reason", lambda: {"deadline or cancel": counters.cancelled})
 
     def _count(self, what: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
@@ -217,15 +215,15 @@ class RoleMetrics:
 
     def total(self, what: str, words: str) -> Total:
         """Declare a counter ``asyncflow_<role>_<what>_total`` whose value is set as a whole."""
-        made = Total(f"asyncflow_{self.role}_{what}", words, value=0.0)
-        self.registry.register(made)
-        return made
+        metric = Total(f"asyncflow_{self.role}_{what}", words, value=0.0)
+        self.registry.register(metric)
+        return metric
 
     def figure(self, what: str, words: str) -> Figure:
-        """Declare a gauge ``asyncflow_<role>_<what>`` that is not shown until it is set."""
-        made = Figure(f"asyncflow_{self.role}_{what}", words)
-        self.registry.register(made)
-        return made
+        """Declare a gauge ``asyncflow_<role>_<what>`` that has no sample until it is set."""
+        metric = Figure(f"asyncflow_{self.role}_{what}", words)
+        self.registry.register(metric)
+        return metric
 
     def histogram(self, what: str, words: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         """Declare a histogram ``asyncflow_<role>_<what>``."""
@@ -233,18 +231,18 @@ class RoleMetrics:
 
 
 class DriverMetrics(RoleMetrics):
-    """The course of the training, as the driver knows it."""
+    """The driver: the progress of the training."""
 
     role = "driver"
     reported = ("prompts_skipped", "sink_failures")
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = self.gauge("step", "optimizer steps done")
+        self.step = self.gauge("step", "optimizer steps completed")
         self.target_step = self.gauge("target_step", "optimizer steps of the job")
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
-        self.quiet = self.gauge("quiet_seconds", "time since the last step, 0 once all are made")
-        self.stall_limit = self.gauge("stall_limit_seconds", "time without a step after which the job has stalled")
+        self.quiet = self.gauge("quiet_seconds", "time since the last step, 0 after the final step")
+        self.stall_limit = self.gauge("stall_limit_seconds", "time without a step after which the job is stalled")
         self.reward_mean = self.figure("reward_mean", "mean reward of the last step's samples")
         self.reward_component = self.gauge(
             "reward_component_mean", "mean of a component of the reward, last step's samples", "component"
@@ -259,29 +257,29 @@ class DriverMetrics(RoleMetrics):
             "staleness_steps", "staleness of the trained samples in optimizer steps", "token", buckets=_STEPS
         )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
-        self.samples = self.counter("samples", "samples by what became of them", "outcome")
-        self.prompts_skipped = self.counter("prompts_skipped", "training prompts left out because they are too long")
+        self.samples = self.counter("samples", "samples by outcome", "outcome")
+        self.prompts_skipped = self.counter("prompts_skipped", "training prompts skipped because they are too long")
         self.queue_rows = self.gauge("queue_rows", "rows in the queue", "state")
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
-        self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
+        self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role was idle", "of")
         self.members = self.gauge("members", "members of the job", "of")
-        self.sink_failures = self.counter("sink_failures", "ends of a sink's process by a failure", "sink")
+        self.sink_failures = self.counter("sink_failures", "processes of a sink that ended with a failure", "sink")
         self.desired_rollouts = self.gauge(
             "desired_rollouts",
-            "rollouts that the built-in policy would have; until it has decided, those there are",
+            "rollouts that the built-in policy recommends; the current number before its first decision",
         )
 
     def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
-        """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
+        """Export the number of judged samples by outcome as ``asyncflow_driver_rewards_total{outcome}``."""
         self._count("rewards", "samples judged", "outcome", outcomes)
 
     def watch_groups(self, alike: Callable[[], Mapping[str, int]]) -> None:
-        """Show groups of equal rewards as ``asyncflow_driver_equal_groups_total{all}``."""
-        self._count("equal_groups", "groups of equal rewards, by whether all were right or wrong", "all", alike)
+        """Export groups with equal rewards as ``asyncflow_driver_equal_groups_total{all}``."""
+        self._count("equal_groups", "groups with equal rewards, by whether all were right or wrong", "all", alike)
 
 
 class ControllerMetrics(RoleMetrics):
-    """The queue as its controller sees it."""
+    """The controller: the state of the queue."""
 
     role = "controller"
     reported = ("lease_timeouts", "redeliveries", "ledger_syncs", "ledger_sync_seconds")
@@ -289,20 +287,20 @@ class ControllerMetrics(RoleMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.rows = self.gauge("rows", "rows by task and state", "task", "state")
-        self.parked = self.gauge("parked_claims", "claims that wait", "task")
-        self.lease_expiries = self.total("lease_expiries", "leases that ended without an answer")
-        self.lease_timeouts = self.total("lease_timeouts", "those whose holder was there, and did not renew them")
-        self.redeliveries = self.total("redeliveries", "rows given out again")
-        self.fenced_writes = self.total("fenced_writes", "writes refused as too late")
+        self.parked = self.gauge("parked_claims", "claims that wait for rows", "task")
+        self.lease_expiries = self.total("lease_expiries", "leases that ended without an acknowledgement")
+        self.lease_timeouts = self.total("lease_timeouts", "leases that a living holder did not renew in time")
+        self.redeliveries = self.total("redeliveries", "rows leased again")
+        self.fenced_writes = self.total("fenced_writes", "writes refused because they came too late")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
-        self.ledger_syncs = self.total("ledger_syncs", "times that the ledger was brought to the disk")
-        self.ledger_sync_seconds = self.total("ledger_sync_seconds", "time that this took together")
-        self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest change that is not as safe as it will be")
+        self.ledger_syncs = self.total("ledger_syncs", "syncs of the ledger to disk")
+        self.ledger_sync_seconds = self.total("ledger_sync_seconds", "total time of syncs of the ledger to disk")
+        self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest event that is not yet durable")
         self.unit_rows = self.gauge(
-            "unit_rows", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
+            "unit_rows", "rows by storage unit; of a unit that leaves, the rows still to be moved", "unit", "state"
         )
         self.silence = self.gauge(
-            "silence_seconds", "time for which a controller has not asked the first one what happened", "controller"
+            "silence_seconds", "time since a replica controller last requested changes from the primary", "controller"
         )
         self.unready = self.gauge(
             "oldest_unready_seconds",
@@ -325,51 +323,51 @@ class StorageMetrics(RoleMetrics):
         self.put = self.total("put_bytes", "bytes written")
         self.fetched = self.total("fetched_bytes", "bytes read")
         self.rows = self.gauge("rows", "rows held")
-        self.moved = self.total("moved_rows", "rows taken to other units")
-        self.to_move = self.gauge("leaving_rows", "rows still to be taken to other units; 0 unless it leaves")
+        self.moved = self.total("moved_rows", "rows moved to other units")
+        self.to_move = self.gauge("leaving_rows", "rows still to be moved to other units; 0 unless the unit leaves")
         self.waiting = self.gauge("waiting_puts", "puts that wait for room")
         self.budget_waits = self.total("budget_waits", "puts that had to wait for room")
-        self.budget_waited = self.total("budget_waited_seconds", "time that puts waited for room")
+        self.budget_waited = self.total("budget_waited_seconds", "total time for which puts waited for room")
 
 
 class PulledVersion(Protocol):
-    """A version that was pulled: what is counted of a ``weights.transfer.TransferRecord``."""
+    """A pulled version: the counted fields of a ``weights.transfer.TransferRecord``."""
 
     @property
     def started(self) -> float:
-        """When it began, in seconds of a monotonic clock."""
+        """Begin of the pull, in seconds of a monotonic clock."""
 
     @property
     def finished(self) -> float:
-        """When it ended."""
+        """End of the pull."""
 
     @property
     def fallbacks(self) -> int:
-        """Pulls of it that went over the host network instead."""
+        """Number of its transfers that used the host network instead of a faster transport."""
 
     @property
     def sent(self) -> int:
-        """Bytes that travelled for it."""
+        """Bytes transferred for it."""
 
 
 class LoadingMetrics(RoleMetrics):
-    """An engine that is given one version of the weights after another."""
+    """Metrics of an engine that loads versions of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version_step = self.gauge("version_step", "optimizer step of the weights in use")
         self.swaps = self.counter("swaps", "changes of weights")
-        self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
-        self.stage_seconds = self.histogram("stage_seconds", "time to bring a version beside the running model")
+        self.swap_seconds = self.histogram("swap_seconds", "time for which a change of weights stopped generation")
+        self.stage_seconds = self.histogram("stage_seconds", "time to load a version next to the running model")
         self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
-        self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that went over the host network instead")
-        self.pulled = self.counter("pulled_bytes", "bytes of versions that came from other processes")
+        self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that fell back to the host network")
+        self.pulled = self.counter("pulled_bytes", "bytes of versions received from other processes")
         self.probe_gap = self.figure(
-            "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
+            "probe_gap", "largest difference of the engine's log-probs from the published ones, at the last swap"
         )
 
     def count_pull(self, record: PulledVersion) -> None:
-        """Count a version that was pulled."""
+        """Count a pulled version."""
         self.pull_seconds.observe(record.finished - record.started)
         self.pull_fallbacks.inc(record.fallbacks)
         self.pulled.inc(record.sent)
@@ -400,22 +398,22 @@ class RolloutMetrics(LoadingMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inflight = self.gauge("inflight_sequences", "sequences in generation")
+        self.inflight = self.gauge("inflight_sequences", "sequences being generated")
         self.sequences = self.counter("sequences", "sequences ended", "finish")
         self.tokens = self.total("tokens_generated", "tokens generated")
-        self.stale = self.total("tokens_on_kept_prefix", "tokens made behind keys and values of older weights")
-        self.unsaved = self.gauge("unsaved_tokens", "tokens made here that are neither delivered nor saved")
-        self.taken_over = self.counter("tokens_taken_over", "tokens that another rollout made of responses ended here")
+        self.stale = self.total("tokens_on_kept_prefix", "tokens generated after a prefix cached under older weights")
+        self.unsaved = self.gauge("unsaved_tokens", "tokens generated here that are neither delivered nor saved")
+        self.taken_over = self.counter("tokens_taken_over", "tokens of another rollout in responses ended here")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 
 
 class WorkerMetrics(RoleMetrics):
-    """One process of a task that is a role of its own."""
+    """One process of a task with a role of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = self.counter("rows", "rows by what became of them", "outcome")
+        self.rows = self.counter("rows", "rows by outcome", "outcome")
         self.batch_seconds = self.histogram("batch_seconds", "time to compute one batch of rows")
 
 
@@ -438,7 +436,7 @@ class ReferenceMetrics(WorkerMetrics):
 
 
 class CriticMetrics(RoleMetrics):
-    """The critic, where it is a role of its own."""
+    """The critic, if it is a role of its own."""
 
     role = "critic"
 
@@ -450,7 +448,7 @@ class TrainerMetrics(RoleMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = self.gauge("step", "optimizer steps done")
+        self.step = self.gauge("step", "optimizer steps completed")
         self.loss = self.figure("loss", "loss of the last step")
         self.grad_norm = self.figure("grad_norm", "norm of the last gradient before clipping")
         self.approx_kl = self.figure("approx_kl", "estimate of the KL divergence from the sampling policy, last step")
@@ -458,22 +456,22 @@ class TrainerMetrics(RoleMetrics):
             "correction", "importance weights of algorithm.correction, last step: a figure of metrics.jsonl", "figure"
         )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
-        self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
-        self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")
-        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, beside the training")
-        self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint, beside training")
-        self.checkpoint_failures = self.counter("checkpoint_failures", "checkpoints put off by the disk")
+        self.steps_skipped = self.counter("steps_skipped", "optimizer steps skipped: their gradient was not finite")
+        self.wait_seconds = self.histogram("wait_seconds", "time waited for a slot")
+        self.publish_seconds = self.histogram("publish_seconds", "time to publish a version, during training")
+        self.checkpoint_seconds = self.histogram("checkpoint_seconds", "time to write a checkpoint, during training")
+        self.checkpoint_failures = self.counter("checkpoint_failures", "checkpoints postponed by a disk error")
 
 
 class _Relayed(Collector):
-    """The metrics of another process, as they were when ``refresh`` was called last."""
+    """The metrics of another process, as of the last call of ``refresh``."""
 
     def __init__(self, source: Callable[[], Awaitable[str]]) -> None:
         self._source = source
         self._text = ""
 
     async def refresh(self) -> None:
-        """Fetch the metrics of the other process; while it does not answer it has none."""
+        """Fetch the metrics of the other process; if it does not answer, there are none."""
         text = ""
         with suppress(AsyncFlowError):
             text = await self._source()
@@ -484,9 +482,9 @@ class _Relayed(Collector):
 
 
 def by_rank(texts: Mapping[str, str]) -> CollectorRegistry:
-    """Return the metrics of several ranks as those of one process: each sample has its rank as the label ``rank``.
+    """Return the metrics of several ranks as one registry; each sample gets its rank as the label ``rank``.
 
-    texts: by rank, what it answers at ``/metrics``, in Prometheus' text format.
+    texts: by rank, its ``/metrics`` in Prometheus' text format.
     """
     families: dict[str, Metric] = {}
     for rank, text in texts.items():
@@ -500,7 +498,7 @@ def by_rank(texts: Mapping[str, str]) -> CollectorRegistry:
 
 
 class _Families(Collector):
-    """Families that are there already."""
+    """A collector of given families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -510,7 +508,7 @@ class _Families(Collector):
 
 
 class _CountCollector(Collector):
-    """A counter with one label whose values are kept elsewhere."""
+    """A counter with one label whose values are counted elsewhere."""
 
     def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
         self._describe = (name, words, label)

@@ -1,14 +1,14 @@
-"""The file of spans of one life of one process: written while it runs, readable then and after it died.
+"""The file of spans of one life of one process: written while it runs, readable at any time, even after a kill.
 
     0     magic, length, checksum, JSON: role, index, attempt, pid, names of kinds and of reasons to wait
-    2048  two copies of the state, written in turn: what the process does now, when it was seen last, and the
-    3072  seconds by kind and by reason to wait since it began
-    4096  a ring of records, one for each span that ended
+    2048  two copies of the state, written alternately: current activity of the process, time of the write, and the
+    3072  seconds by kind and by reason to wait since its start
+    4096  a ring of records, one for each ended span
 
-Invariants: what was written is in the kernel when the call returns, so SIGKILL loses nothing; a record has a number and
-a checksum, and of two states one is always whole, so what a crash of the machine tore is seen and left out; the file
-never grows beyond its limit: the oldest records make room, and the seconds by kind stay exact; a disk that takes no
-more makes the ring smaller, and one that fails ends the recording, never the process.
+Invariants: all data is in the kernel when a call returns, so SIGKILL loses nothing; every record has a number and a
+checksum, and one of the two states is always intact, so data that a crash of the machine damaged is detected and
+skipped; the file never exceeds its limit: new records overwrite the oldest ones, and the seconds by kind stay exact; a
+full disk makes the ring smaller, and a failing one ends the recording, never the process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ MOST_BYTES: Final = 4 << 20
 _MAGIC: Final = b"AFspans1"
 _HEAD = struct.Struct("<8sII")
 _RECORD = struct.Struct("<QBBBxiiddI")
-"""Number from 1, kind, reason, 1 where beside, step, version, begin, end, checksum of what is before it."""
+"""Number from 1, kind, reason, 1 if beside, step, version, begin, end, checksum of the preceding bytes."""
 _STATE = struct.Struct("<QdddBBBxii")
-"""Number from 1, began, seen; of the main span begin, kind, reason, 1 after the end, step, version."""
+"""Number from 1, start of the process, time of the write; of the main span: begin, kind, reason; 1 after the end; step,
+version."""
 _MANY: Final = 32
-"""Kinds and reasons for which a state has room."""
+"""Maximum number of kinds, and of reasons, in a state."""
 _SECONDS = struct.Struct(f"<{_MANY}d")
 _SUM = struct.Struct("<I")
 _STATE_AT: Final = (2048, 3072)
@@ -61,8 +62,9 @@ class _Head(msgspec.Struct, kw_only=True):
 
 
 class SpanFile:
-    """Writes the file. began: when the process began, Unix seconds; most_bytes: the limit. Raises OSError where it
-    cannot be created.
+    """Writer of a file of spans. Raises OSError if the file cannot be created.
+
+    began: start of the process, Unix seconds; most_bytes: maximum size of the file.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class SpanFile:
 
     @property
     def open(self) -> bool:
-        """Return whether it still takes anything."""
+        """True while the file can be written."""
         return self._file >= 0
 
     def add(self, span: Span, *, beside: bool) -> None:
-        """Add a span that ended."""
+        """Add an ended span."""
         if not beside:
             self._seconds[_KIND[span.kind]] += span.seconds
             self._seconds[_MANY + _WAIT[span.waits]] += span.seconds if span.kind == "idle" else 0.0
@@ -102,11 +104,11 @@ class SpanFile:
         self._place += 1
 
     def runs(self, kind: Kind, *, since: float) -> None:
-        """Take in that a span of ``kind`` runs beside, 0: none does; it is written with the next state."""
+        """Set the begin of the running span of ``kind`` beside the main one, 0 for none, in the next state."""
         self._beside[_KIND[kind]] = since
 
     def keep(self, main: Span, *, ended: bool = False) -> None:
-        """Write the state. main: the span that runs, its end the time now."""
+        """Write the state. main: the running main span, with the current time as its end."""
         self._states += 1
         what = (_KIND[main.kind], _WAIT[main.waits], ended, main.step, main.version)
         _STATE.pack_into(self._buffer, 0, self._states, self._began, main.end, main.begin, *what)
@@ -116,13 +118,13 @@ class SpanFile:
         self._put(self._buffer, _STATE_AT[self._states % 2])
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Stop recording."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _put(self, packed: bytes | bytearray, at: int) -> bool:
-        """Write, and return whether there was room; a disk that fails otherwise ends the recording."""
+        """Write, and return False if the disk is full; any other error of the disk ends the recording."""
         if self._file < 0:
             return True
         try:
@@ -130,16 +132,18 @@ class SpanFile:
         except OSError as error:
             if error.errno in _FULL:
                 return False
-            log.warning("the timeline is recorded no further: %s", error)
+            log.warning("recording of the timeline ends: %s", error)
             self.close()
             return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A file of spans. track: of this life as far as the ring still has it; ended: the process said that it ended;
-    seen: when it was there last, Unix seconds; wrapped: older spans made room for newer ones; seconds: of each kind,
-    and of each reason to wait (``idle: REASON``), since it began, whatever the ring still has.
+    """The content of a file of spans.
+
+    track: of this life, as far as its spans are still in the ring; ended: whether the process recorded its end; seen:
+    time of its last write, Unix seconds; wrapped: whether spans were overwritten; seconds: by kind and by reason to
+    wait (``idle: REASON``) since the start of the process, independent of the ring.
     """
 
     track: Track
@@ -150,9 +154,9 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording | None:
-    """Read a file of spans, also one that is being written; None where it is none, or nothing is in it yet.
+    """Read a file of spans, which may still be written; None if it is not such a file, or holds no span yet.
 
-    Raises OSError where it cannot be read.
+    Raises OSError if it cannot be read.
     """
     data = path.read_bytes()
     head = _head_of(data)
@@ -215,7 +219,7 @@ def _head_of(data: bytes) -> _Head | None:
 
 
 def _state_of(data: bytes, at: int) -> _State:
-    """Return the state at an offset, number 0 where there is none or a torn one."""
+    """Return the state at an offset, with number 0 if there is none or it is damaged."""
     packed = data[at : at + _STATE_BYTES + _SUM.size]
     if (
         len(packed) < _STATE_BYTES + _SUM.size
@@ -227,7 +231,7 @@ def _state_of(data: bytes, at: int) -> _State:
 
 
 def _records_of(data: bytes, head: _Head) -> tuple[list[Span], list[Span]]:
-    """Return the main spans and those beside that the ring has whole, in their order."""
+    """Return the intact main spans of the ring, and the intact spans beside them, in order."""
     found: list[tuple[int, bool, Span]] = []
     for at in range(_RING_AT, len(data) - _RECORD.size + 1, _RECORD.size):
         number, kind, waits, beside, step, version, begin, end, checksum = _RECORD.unpack_from(data, at)
@@ -246,7 +250,7 @@ def _span(head: _Head, kind: int, waits: int, *, step: int, version: int, begin:
 
 
 def _without_gaps(main: Sequence[Span]) -> list[Span]:
-    """Return main spans with what a torn record has left out as idle, its reason lost."""
+    """Return the main spans with each gap, left by a damaged record, filled by an idle span with the reason "lost"."""
     whole: list[Span] = []
     for span in main:
         if whole and span.begin > whole[-1].end:

@@ -1,12 +1,12 @@
-"""Spans of a process, which it records itself, and their reading as the timeline of a run.
+"""Recording of a process's own spans, and reading of all recordings as the timeline of a run.
 
-A process has one recorder, which writes ``DIR/spans/ROLE-INDEX-ATTEMPT.spans`` (``span_file``). Its *main* span is
-exclusive: ``enter`` ends one and begins the next; ``main`` goes on afterwards with what was before. *Beside* it run
-others, of each kind their union: it begins with the first and ends with the last. A recorder without a file records
-nothing, so that nobody has to ask whether there is one.
+A process has one recorder, which writes ``DIR/spans/ROLE-INDEX-ATTEMPT.spans`` (``span_file``). At any time it has
+exactly one *main* span: ``enter`` ends it and begins the next one; ``main`` returns to the previous one afterwards.
+Other spans run *beside* it. Overlapping ones of one kind are merged: the span begins with the first and ends with the
+last. A recorder without a file records nothing, so callers need not check whether there is one.
 
-Invariants: the main spans of a process fill its life without a gap; what nobody recorded any more, as the process was
-killed, is there as idle and lost; the clock is ``clock.now``.
+Invariants: the main spans of a process fill its life without a gap; the time after the last record of a killed process
+is shown as idle with the reason "lost"; the clock is ``clock.now``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _EVENTS: Final = "events.jsonl"
 _STARTED, _LAST = "driver started", ("Succeeded", "Suspended")
 _LEAST_CPU_S: Final = 0.02
 _SILENT_S: Final = 5.0
-"""Seconds after which a process that did not say that it ended is taken for killed: ten pulses."""
+"""Seconds of silence after which a process that did not record its end counts as killed: ten pulses."""
 _TOGETHER_S: Final = 20.0
-"""Seconds within which the processes of a role start together."""
+"""Maximum seconds between the starts of processes of a role that start together."""
 
 
 class Spans:
-    """Records what this process does. Thread-safe.
+    """Recorder of the activity of this process. Thread-safe.
 
-    path: the file, None to record nothing; began: when the process began, by default now; most_bytes: limit of the
+    path: the file, None to record nothing; began: start of the process, by default now; most_bytes: maximum size of the
     file; now: the clock.
     """
 
@@ -85,9 +85,9 @@ class Spans:
         return cls(path, role=role, index=index, attempt=attempt, began=began)
 
     def enter(self, kind: Kind, *, waits: str = "", step: int | None = None, version: int | None = None) -> None:
-        """End the main span, and begin one of ``kind``; nothing happens where that is what runs.
+        """End the main span, and begin one of ``kind``; do nothing if the same span is already running.
 
-        waits: of ``WAITS``, why it is idle; step, version: as before where None, -1 for none.
+        waits: the reason for being idle, from ``WAITS``; step, version: None to keep the current one, -1 for none.
         """
         if self._file is None:
             return
@@ -104,7 +104,7 @@ class Spans:
     def main(
         self, kind: Kind, *, waits: str = "", step: int | None = None, version: int | None = None
     ) -> Iterator[None]:
-        """Make the body the main span, and go on afterwards with what was before; see ``enter``."""
+        """Make the body the main span, and return to the previous one afterwards; see ``enter``."""
         before = (self._kind, self._waits, self._step, self._version)
         self.enter(kind, waits=waits, step=step, version=version)
         try:
@@ -114,7 +114,7 @@ class Spans:
 
     @contextmanager
     def beside(self, kind: Kind, *, step: int = -1, version: int = -1) -> Iterator[None]:
-        """Record the body beside the main span; bodies of one kind that overlap are one span, named by the first."""
+        """Record the body beside the main span. Overlapping bodies of one kind form one span, named by the first."""
         if self._file is None:
             yield
             return
@@ -136,7 +136,7 @@ class Spans:
                     self._keep()
 
     def note(self, kind: Kind, *, begin: float, end: float, step: int = -1, version: int = -1) -> None:
-        """Record a span beside that is over already."""
+        """Record an ended span beside the main span."""
         if self._file is None:
             return
         with self._lock:
@@ -144,22 +144,22 @@ class Spans:
             self._keep()
 
     def serve(self, *, waits: str) -> None:
-        """Record from now on, at each ``pulse``, the CPU time since the last one as ``compute``, and the rest as idle.
+        """From now on record, at each ``pulse``, the CPU time since the last one as ``compute``, and the rest as idle.
 
-        For a process that does very much that is very short: when it worked is known up to a pulse, how long exactly.
+        For a process with many very short activities: their total time is exact, their position exact to one pulse.
         """
         self.enter("idle", waits=waits)
         self._cpu = time.process_time()
 
     def pulse(self) -> None:
-        """Record that the process is there."""
+        """Record that the process is alive."""
         with self._lock:
             if self._cpu is not None and self._kind == "idle":
                 self._count_cpu(self._cpu)
             self._keep()
 
     def close(self) -> None:
-        """End what runs, record that the process ended by itself, and record nothing more."""
+        """End the main span, record the regular end of the process, and stop recording."""
         with self._lock:
             if self._file is not None:
                 self._end_main(self._now())
@@ -178,7 +178,7 @@ class Spans:
         self._kind, self._waits = "idle", waits
 
     def _end_main(self, now: float) -> None:
-        """End the main span, and let the next one begin."""
+        """End the main span, and begin the next one."""
         span = self._main(now)
         self._since = span.end
         if self._file is not None and span.seconds > 0:
@@ -200,21 +200,21 @@ class Spans:
 
 
 NO_SPANS: Final = Spans()
-"""The recorder of whoever has no file."""
+"""A recorder without a file."""
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read the timeline of a run, also of one that is going on, or was killed, from its folder.
+    """Read the timeline of a run from its folder, even if the run has not ended or was killed.
 
-    The window is that of ``wall_s``: from the start of the first driver to the end of the run. Where rings have let go
-    of older spans, it begins where all still have theirs. The time in which a process was not there is idle, its reason
-    ``lost`` behind a life of it, ``start`` before one, but for that in which nothing of the job was there, or a rollout
-    that had left was not wanted. Raises ManifestError where nothing was recorded.
+    The window is that of ``wall_s``: from the start of the first driver to the end of the run. If rings have
+    overwritten old spans, it begins where all rings are complete. Time in which a process did not exist is idle: with
+    the reason ``lost`` after a life of the process, ``start`` before one. It is omitted while no process of the job
+    existed, and while a rollout that had left was not required. Raises ManifestError if there are no recordings.
     """
     files = sorted((folder / FOLDER).glob(f"*{ENDING}"))
     lives = [recording for path in files if (recording := read_recording(path)) is not None]
     if not lives:
-        hint = "Give the folder of a run that this version of AsyncFlow made"
+        hint = "Use the folder of a run that this version of AsyncFlow made"
         raise ManifestError("no spans were recorded there", where=str(folder), hint=hint)
     events = _events_of(folder)
     seen = max(life.seen for life in lives)
@@ -237,7 +237,7 @@ class _Event(msgspec.Struct, kw_only=True):
 
 
 def _events_of(folder: Path) -> list[_Event]:
-    """Return the lines of ``events.jsonl`` that can be read, in their order."""
+    """Return the valid lines of ``events.jsonl``, in order."""
     try:
         lines = (folder / _EVENTS).read_bytes().splitlines()
     except FileNotFoundError:
@@ -250,50 +250,50 @@ def _events_of(folder: Path) -> list[_Event]:
 
 
 def _tracks_of(lives: Sequence[Recording], *, began: float, ended: float, seen: float) -> list[Track]:
-    """Return the tracks in order, with the time in which their processes should have been there and were not.
+    """Return the tracks in order, including the time in which their processes should have existed but did not.
 
-    A life that did not say that it ended was killed where another followed, or where it has been silent for a while.
+    A life without a recorded end was killed if another life followed, or if it has been silent for a while.
     """
-    there = _union((life.track.begin, life.track.end) for life in lives)
+    job_up = _union((life.track.begin, life.track.end) for life in lives)
     by_name: defaultdict[str, list[Recording]] = defaultdict(list)
     for life in sorted(lives, key=lambda life: (life.track.role, life.track.index, life.track.begin)):
         by_name[life.track.name].append(life)
     firsts: dict[tuple[str, float], float] = {}
     for life in lives:
-        key = life.track.role, _up_since(there, life.track)
+        key = life.track.role, _up_since(job_up, life.track)
         firsts[key] = min(life.track.begin, firsts.get(key, life.track.begin))
     tracks: list[Track] = []
     for own in by_name.values():
-        before, unasked = own[0].track.begin if own[0].wrapped else min(began, own[0].track.begin), True
+        before, optional = own[0].track.begin if own[0].wrapped else min(began, own[0].track.begin), True
         for life, after in zip(own, [*own[1:], None], strict=True):
             track, main = life.track, list(life.track.main)
             killed = not life.ended and (after is not None or seen - life.seen > _SILENT_S)
-            back = _up_since(there, track)
-            late = unasked and track.begin > firsts[track.role, back] + _TOGETHER_S
-            if not late and max(back, before) < track.begin:
-                main.insert(0, Span(kind="idle", waits="start", begin=max(back, before), end=track.begin))
+            up_since = _up_since(job_up, track)
+            late = optional and track.begin > firsts[track.role, up_since] + _TOGETHER_S
+            if not late and max(up_since, before) < track.begin:
+                main.insert(0, Span(kind="idle", waits="start", begin=max(up_since, before), end=track.begin))
             until = after.track.begin if after is not None else ended if killed else track.end
-            gone = min(next(end for begin, end in there if begin <= track.end <= end), until)
-            unasked = _left(track)
-            if track.end < gone and not unasked:
-                main.append(Span(kind="idle", waits="lost", begin=track.end, end=gone))
-            before = max(gone, track.end)
+            lost_until = min(next(end for begin, end in job_up if begin <= track.end <= end), until)
+            optional = _left(track)
+            if track.end < lost_until and not optional:
+                main.append(Span(kind="idle", waits="lost", begin=track.end, end=lost_until))
+            before = max(lost_until, track.end)
             tracks.append(msgspec.structs.replace(track, main=main, killed=killed))
     return tracks
 
 
-def _up_since(there: Sequence[tuple[float, float]], track: Track) -> float:
-    """Return since when anything of the job was there, up to the begin of a track."""
-    return max((begin for begin, _ in there if begin <= track.begin), default=track.begin)
+def _up_since(job_up: Sequence[tuple[float, float]], track: Track) -> float:
+    """Return the time since which at least one process of the job existed, up to the begin of a track."""
+    return max((begin for begin, _ in job_up if begin <= track.begin), default=track.begin)
 
 
 def _left(track: Track) -> bool:
-    """Return whether a rollout went as it was told to, and handed its work on: until it comes again nobody lacks it."""
+    """Return whether a rollout left on request, and returned its work: until it joins again it is not missing."""
     return track.role == "rollout" and not track.killed and track.main[-1].waits == "end"
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of intervals, as intervals in order that do not touch."""
+    """Return the union of intervals, as disjoint intervals in order."""
     union: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if union and begin <= union[-1][1]:
@@ -308,21 +308,21 @@ def _marks_of(events: Sequence[_Event]) -> list[Mark]:
 
 
 def _changes_of(tracks: Sequence[Track], *, ended: float) -> list[Mark]:
-    """Return the kills, the restarts, and what joined or left while the job went on."""
+    """Return marks for kills and restarts, and for processes that joined or left during the run."""
     marks: list[Mark] = []
     for place, track in enumerate(tracks):
         again = place > 0 and tracks[place - 1].name == track.name
         follows = place + 1 < len(tracks) and tracks[place + 1].name == track.name
-        there = [span for span in track.main if span.waits not in ("lost", "start")]
+        existing = [span for span in track.main if span.waits not in ("lost", "start")]
         late = track.main[0].waits != "start" and track.begin > min(one.begin for one in tracks) + _TOGETHER_S
         if again and not _left(tracks[place - 1]):
-            marks.append(Mark(at=there[0].begin, what="started again", of=track.name))
+            marks.append(Mark(at=existing[0].begin, what="started again", of=track.name))
         elif again or late:
-            marks.append(Mark(at=there[0].begin, what="joined", of=track.name))
+            marks.append(Mark(at=existing[0].begin, what="joined", of=track.name))
         if track.killed:
-            marks.append(Mark(at=there[-1].end, what="killed", of=track.name))
-        elif (_left(track) or not follows) and there[-1].end < ended:
-            marks.append(Mark(at=there[-1].end, what="left", of=track.name))
+            marks.append(Mark(at=existing[-1].end, what="killed", of=track.name))
+        elif (_left(track) or not follows) and existing[-1].end < ended:
+            marks.append(Mark(at=existing[-1].end, what="left", of=track.name))
     return marks
 
 

@@ -1,1 +1,1 @@
-"""Places to which the figures of a run go, beside its own files: TensorBoard, Weights & Biases, MLflow, others'."""
+"""Sinks for the figures of a run, in addition to its files: TensorBoard, Weights & Biases, MLflow, third-party ones."""

@@ -1,10 +1,10 @@
-"""A sink: where the figures of steps and evaluations go, besides the files of the run.
+"""The interface of a sink, which receives the figures of steps and evaluations in addition to the files of the run.
 
-A third party adds one as a subclass of ``MetricSink``, by an entry point of the group ``SINKS``. It runs in a process
-of its own (``feed``), which may block, fail or be killed as it likes.
+A third party adds a sink as a subclass of ``MetricSink``, by an entry point of the group ``SINKS``. Each sink runs in a
+separate process (``feed``), so it may block, fail or be killed without harm to the run.
 
-Invariant: what a sink is given is what the files of the run say, in their order, and nothing that is secret: no
-environment variable, no option that the manifest has for anything else.
+Invariant: a sink receives the content of the run's files, in order, and nothing secret: no environment variable, and no
+options that the manifest has for other parts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SINKS: Final = "asyncflow.metric_sinks"
 """Entry points of sinks."""
 WHERE: Final = "spec.telemetry.sinks"
 _OF_RUN = ("model", "data", "reward", "algorithm", "sampling", "schedule", "evaluation", "rollout", "trainer")
-_NOT_TOLD = ("template",)
-"""Parts of those sections that a sink is not given: a template may hold what is secret."""
+_WITHHELD = ("template",)
+"""Fields of those sections that a sink does not receive: a template may contain a secret."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkRun:
-    """The run of a sink, as far as it is told.
+    """The information about a run that its sink receives.
 
-    name, uid: of the job, the uid "" on one machine; folder: of the run; own: a folder for what the sink keeps between
-    two processes, which exists; config: the sections of the manifest that say what is trained.
+    name, uid: of the job, the uid is "" on one machine; folder: of the run; own: an existing folder for data that the
+    sink keeps between two processes; config: the sections of the manifest about the training.
     """
 
     name: str
@@ -48,16 +48,17 @@ class SinkRun:
 
     @classmethod
     def of(cls, job: RLJob, *, kind: str, folder: Path) -> SinkRun:
-        """Return what the sink ``kind`` of a job with this folder knows."""
+        """Return the information for the sink ``kind`` of a job with this folder."""
         spec = job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-        config = {name: _told(spec[name]) for name in _OF_RUN if name in spec}
+        config = {name: _without_secrets(spec[name]) for name in _OF_RUN if name in spec}
         return cls(name=job.name, uid=job.metadata.uid or "", folder=folder, own=folder / "sinks" / kind, config=config)
 
 
 class MetricSink(ABC):
-    """One sink of one run. It goes on with what an earlier process of the same run and kind has written.
+    """One sink of one run. It continues after the data of an earlier process of the same run and kind.
 
-    Options: the shape of its options, each with a default; needs: the packages that it imports, and what installs them.
+    Options: the type of its options, each with a default; needs: the packages that it imports, and the requirement that
+    installs each.
     """
 
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
@@ -65,39 +66,39 @@ class MetricSink(ABC):
 
     @abstractmethod
     def __init__(self, options: Any, *, run: SinkRun) -> None:
-        """Open the sink. Whatever it raises, from here or any method, is logged; another process tries again later."""
+        """Open the sink. Errors of this and all other methods are logged, and another process tries again."""
 
     @classmethod  # noqa: B027
     def check(cls, options: Any) -> None:
-        """Raise ManifestError for options that cannot work; nothing is opened."""
+        """Raise ManifestError for options that cannot work, without opening anything."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], *, at: float) -> None:
-        """Write figures of a step, or of the evaluation of its weights, by name. at: unix seconds."""
+        """Write figures of a step, or of the evaluation of its weights, by name. at: Unix seconds."""
 
     @abstractmethod
     def rewind(self, step: int) -> None:
-        """Mark as void what was written of ``step`` and of later ones: they are made again."""
+        """Invalidate the figures of ``step`` and later ones, because these steps are repeated."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when all that was written is where it survives this process."""
+        """Return when all written figures are stored outside this process."""
 
     @abstractmethod
     def close(self, phase: str) -> None:
-        """Close the sink. phase: in which the run ended, "" where it did not, or that is not known."""
+        """Close the sink. phase: final phase of the run, "" if it has not ended, or if it is unknown."""
 
 
 def sink_class(kind: str, *, where: str = WHERE) -> type[MetricSink]:
-    """Return the sink that is offered as ``kind``. where: named in errors. Raises ManifestError."""
+    """Return the sink class with the entry point ``kind``. where: place named in errors. Raises ManifestError."""
     loaded: type[MetricSink] = load_plugin(SINKS, kind, kind=MetricSink, where=where)
     return loaded
 
 
 def check_sink(spec: SinkSpec, *, number: int) -> None:
-    """Refuse a sink whose package is not installed, or whose options are wrong. Raises ManifestError.
+    """Raise ManifestError for a sink whose package is not installed, or whose options are wrong.
 
-    number: its place among the sinks of its job, from 0.
+    number: its index among the sinks of its job, from 0.
     """
     where = f"{WHERE}[{number}]"
     sink = sink_class(spec.kind, where=where)
@@ -108,13 +109,13 @@ def check_sink(spec: SinkSpec, *, number: int) -> None:
 
 
 def check_address(address: str, *, option: str) -> None:
-    """Refuse an address with a password in it. Raises ManifestError."""
+    """Raise ManifestError for an address that contains a password."""
     if urlsplit(address).password is not None:
-        hint = "A manifest is no place for it: give it in the environment of the driver"
-        raise ManifestError(f"{option} has a password in it", where=WHERE, hint=hint)
+        hint = "A manifest must not hold a password: set it in the environment of the driver"
+        raise ManifestError(f"{option} contains a password", where=WHERE, hint=hint)
 
 
-def _told(section: Any) -> Any:
+def _without_secrets(section: Any) -> Any:
     if isinstance(section, dict):
-        return {name: value for name, value in section.items() if name not in _NOT_TOLD}
+        return {name: value for name, value in section.items() if name not in _WITHHELD}
     return section

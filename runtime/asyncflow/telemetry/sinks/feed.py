@@ -1,11 +1,11 @@
-"""Feeding of one sink from the files of a run: a process of its own, which reads them and writes what is new.
+"""The process that feeds one sink: it reads the files of a run, and writes new lines to the sink.
 
-``metrics.jsonl`` and ``events.jsonl`` are the only source, so a sink can be fed while the run goes on, after it, or
-again after it failed. How far they are written is kept in ``sinks/KIND/cursor.json``.
+``metrics.jsonl`` and ``events.jsonl`` are the only source, so a sink can be fed during the run, after it, or again
+after a failure. The position in the files is stored in ``sinks/KIND/cursor.json``.
 
-Invariants: a line is taken once it is whole, in the order of time over both files; what a sink has written and flushed
-is not given to it again, but for what a process wrote that was killed before it had noted it; of one run and kind there
-is one process at a time.
+Invariants: a line is read once it is complete, in chronological order over both files; flushed lines are not written
+again, except lines of a process that was killed before it stored its position; at most one process at a time feeds a
+sink of a run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CURSOR = "cursor.json"
 
 
 class Cursor(Struct):
-    """Place up to which a sink is fed. metrics, events: bytes read of each file; step: the newest that is written."""
+    """Position of a sink. metrics, events: bytes read of each file; step: the newest step written."""
 
     metrics: int = 0
     events: int = 0
@@ -43,7 +43,7 @@ class Cursor(Struct):
 
 
 class SinkFeed:
-    """Feeds ``sink``. samples: of a prompt in an evaluation, without the greedy one."""
+    """Feeds ``sink``. samples: number per prompt in an evaluation, without the greedy one."""
 
     def __init__(self, sink: MetricSink, *, run: SinkRun, samples: int) -> None:
         self._sink = sink
@@ -53,7 +53,7 @@ class SinkFeed:
         self._cursor = _read(self._file)
 
     def more(self) -> int:
-        """Write what is new, and return how many lines that was."""
+        """Write the new lines, and return their number."""
         folder, cursor = self._run.folder, self._cursor
         steps, cursor.metrics = new_lines(folder / METRICS, cursor.metrics)
         events, cursor.events = new_lines(folder / EVENTS, cursor.events)
@@ -80,17 +80,17 @@ class SinkFeed:
 
 
 def feed(job: RLJob, *, kind: str, folder: Path, follow: bool) -> int:
-    """Write to one sink of a job what is new in the folder of its run; return how many lines that was.
+    """Write the new lines in the folder of a run to one sink of its job; return their number.
 
-    follow: go on at each line of standard input, until that ends. Raises AsyncFlowError where another process feeds the
-    same sink, and whatever the sink raises.
+    follow: repeat this at each line of standard input, until its end. Raises AsyncFlowError if another process feeds
+    the same sink, and any error of the sink.
     """
     spec = next(sink for sink in job.spec.telemetry.sinks if sink.kind == kind)
     run = SinkRun.of(job, kind=kind, folder=folder)
     make_folder(run.own)
-    with _alone(run.own / "lock"):
-        made = sink_class(kind)
-        sink = made(read_options(spec.options, made.Options, where=WHERE), run=run)
+    with _locked(run.own / "lock"):
+        kind_class = sink_class(kind)
+        sink = kind_class(read_options(spec.options, kind_class.Options, where=WHERE), run=run)
         evaluation = job.spec.evaluation
         feeding = SinkFeed(sink, run=run, samples=evaluation.samples if evaluation is not None else 0)
         written = feeding.more()
@@ -102,13 +102,13 @@ def feed(job: RLJob, *, kind: str, folder: Path, follow: bool) -> int:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _locked(lock: Path) -> Iterator[None]:
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        hint = "It is written while the run goes on; ask again when that is over"
+        hint = "The sink is fed while the run is active; try again after its end"
         raise AsyncFlowError("another process writes to this sink", where=str(lock.parent), hint=hint) from error
     finally:
         os.close(descriptor)

@@ -1,9 +1,9 @@
-"""MLflow: a run in a tracking server, or in a database file in the folder of the run.
+"""MLflow sink: a run on a tracking server, or in a database file in the folder of the run.
 
-MLflow takes no value back: it shows the newest of a step, so that a step that is made again shows its new values; the
-tag ``asyncflow.made_again_from`` says from where on.
+MLflow cannot delete values. It shows the newest value of a step, so a repeated step shows its new values. The tag
+``asyncflow.made_again_from`` holds the first repeated step.
 
-Invariants: a run that is resumed is the same run of MLflow; user and password of a server come from the environment
+Invariants: a resumed run is the same run of MLflow; user and password of a server come from the environment
 (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN).
 """
 
@@ -24,14 +24,14 @@ _JOB = "asyncflow.job"
 """Tag of a run with the UID of its job."""
 _ILLEGAL = re.compile(r"[^\w\-. :/]")
 _LONGEST = 500
-"""Characters of a parameter's value that any store of MLflow takes."""
+"""Maximum characters of a parameter's value in any store of MLflow."""
 _PARAMS = 100
-"""Parameters that one request may have."""
+"""Maximum number of parameters in one request."""
 _STATUS = {"Succeeded": "FINISHED", "Suspended": "SCHEDULED", "Failed": "FAILED"}
 
 
 class MlflowOptions(msgspec.Struct, frozen=True):
-    """tracking_uri: by default a database of SQLite below ``sinks/mlflow``; name: of the run, by default the job's."""
+    """tracking_uri: by default an SQLite database below ``sinks/mlflow``; name: of the run, by default the job's."""
 
     tracking_uri: str = ""
     experiment: str = "asyncflow"
@@ -52,7 +52,7 @@ class MlflowSink(MetricSink):
 
     @classmethod
     def check(cls, options: MlflowOptions) -> None:
-        """Refuse a password in the address."""
+        """Raise ManifestError for an address that contains a password."""
         check_address(options.tracking_uri, option="tracking_uri")
 
     def write(self, step: int, values: Mapping[str, float], *, at: float) -> None:
@@ -62,34 +62,34 @@ class MlflowSink(MetricSink):
         self._client.log_batch(self._run, metrics=points)
 
     def rewind(self, step: int) -> None:
-        """Note from where on steps are made again."""
+        """Set the tag with the first repeated step."""
         self._client.set_tag(self._run, "asyncflow.made_again_from", str(step))
 
     def flush(self) -> None:
-        """Return at once: each point was written as it was logged."""
+        """Do nothing: each point is stored when it is logged."""
 
     def close(self, phase: str) -> None:
-        """Write down how the run ended, where that is known."""
+        """Set the final status of the run, if it is known."""
         if phase in _STATUS:
             self._client.set_terminated(self._run, status=_STATUS[phase])
 
     def _open(self, options: MlflowOptions, run: SinkRun) -> str:
-        """Return the id of the run, which is made once: the folder knows it, or on a cluster its tag."""
+        """Return the id of the run, which is created once and found by a file in the folder, or by its tag."""
         found = self._client.get_experiment_by_name(options.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(options.experiment)
         if known := self._known(run, experiment):
             self._client.update_run(known, status="RUNNING")
             return known
         tags = {_JOB: run.uid} if run.uid else {}
-        made: str = self._client.create_run(experiment, run_name=options.name or run.name, tags=tags).info.run_id
+        created: str = self._client.create_run(experiment, run_name=options.name or run.name, tags=tags).info.run_id
         params = [self._entities.Param(name, value[:_LONGEST]) for name, value in _flat(run.config)]
         for start in range(0, len(params), _PARAMS):
-            self._client.log_batch(made, params=params[start : start + _PARAMS])
-        write_whole(run.own / _ID, made.encode())
-        return made
+            self._client.log_batch(created, params=params[start : start + _PARAMS])
+        write_whole(run.own / _ID, created.encode())
+        return created
 
     def _known(self, run: SinkRun, experiment: str) -> str:
-        """Return the id of the run where an earlier process has made it, "" where none has."""
+        """Return the id of the run if an earlier process has created it, otherwise ""."""
         file = run.own / _ID
         if file.exists():
             return file.read_text()
@@ -100,7 +100,7 @@ class MlflowSink(MetricSink):
 
 
 def _flat(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield values by their dotted place, with characters that MLflow takes."""
+    """Yield values by their dotted path, with only the characters that MLflow accepts."""
     for name, value in config.items():
         place = _ILLEGAL.sub("_", f"{prefix}{name}")
         if isinstance(value, Mapping):

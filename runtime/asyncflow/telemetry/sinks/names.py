@@ -1,10 +1,10 @@
-"""Names of figures in sinks: those of AsyncFlow, and beside them those that people from verl have in their dashboards.
+"""Names of figures in sinks: AsyncFlow's own, and in addition the names that verl uses in its dashboards.
 
-Its own are ``asyncflow/`` and the field of ``metrics.jsonl``; of evaluations ``asyncflow/eval/``, behind it the name of
-the set where it has one. ``FIELD`` is the table of the others; docs/guide/outputs.md shows it.
+AsyncFlow's own names are ``asyncflow/`` and the field of ``metrics.jsonl``; for evaluations ``asyncflow/eval/``,
+followed by the name of the set if it has one. ``FIELD`` is the table of verl's names; docs/guide/outputs.md shows it.
 
-Invariants: a name of the field stands for what it stands for there, or is not used; a figure that a line lacks has no
-value, so nothing is written for it.
+Invariants: a name of verl is used only with the meaning that it has in verl; a figure that is missing in a line is not
+written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Formula: TypeAlias = Callable[[Line], float]
 
 OWN = "asyncflow"
 MAIN = "main"
-"""Name of the main set in the field's names, which have a place for one."""
+"""Name of the main set in verl's names, which require one."""
 _NO_FIGURES = frozenset(("at", "started", "ended", "step", "keys", "published", "event"))
 
 
@@ -64,11 +64,11 @@ FIELD: Mapping[str, Formula] = {
     "timing_s/update_actor": _seconds("compute_s", "optimizer_s"),
     "timing_s/save_checkpoint": _of("checkpoint_s"),
 }
-"""By name in verl: how it is computed of a line of ``metrics.jsonl``."""
+"""Formulas over a line of ``metrics.jsonl``, by name in verl."""
 
 
 def step_values(line: Line) -> dict[str, float]:
-    """Return the figures of a line of ``metrics.jsonl`` by name, its own and the field's."""
+    """Return the figures of a line of ``metrics.jsonl``, under AsyncFlow's and verl's names."""
     values = {f"{OWN}/{name}": value for name, value in _numbers(line).items()}
     for name, formula in FIELD.items():
         try:
@@ -81,7 +81,7 @@ def step_values(line: Line) -> dict[str, float]:
 
 
 def evaluation_values(line: Line, *, samples: int) -> dict[str, float]:
-    """Return the figures of an evaluation, a line of ``events.jsonl``. samples: of a prompt, without the greedy one."""
+    """Return the figures of an evaluation, a line of ``events.jsonl``. samples: per prompt, without the greedy one."""
     values = {"training/global_step": float(line["step"])}
     for name, result in {"": line, **line.get("sets", {})}.items():
         own = f"{OWN}/eval/{name}" if name else f"{OWN}/eval"

@@ -1,7 +1,7 @@
-"""TensorBoard: event files that ``tensorboard --logdir`` shows, written without torch and without TensorFlow.
+"""TensorBoard sink: event files that ``tensorboard --logdir`` shows, written without torch and without TensorFlow.
 
-Invariant: each process writes a file of its own, so none is ever damaged by another; where steps are made again, the
-file says from which step on what came before is void, and TensorBoard leaves that out.
+Invariant: each process writes its own file, so no file is damaged by another process; if steps are repeated, the file
+states from which step on the previous values are invalid, and TensorBoard omits them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorBoardSink(MetricSink):
         self._at = at
 
     def rewind(self, step: int) -> None:
-        """Write the event at which TensorBoard forgets this step and later ones."""
+        """Write an event that makes TensorBoard discard this step and later ones."""
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._writer.add_event(self._events.Event(wall_time=self._at, step=step, session_log=session))
 

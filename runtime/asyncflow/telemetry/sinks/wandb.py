@@ -1,10 +1,10 @@
-"""Weights & Biases, online or into files that ``wandb sync`` uploads.
+"""Weights & Biases sink, online or into files that ``wandb sync`` uploads.
 
-Figures are drawn over ``asyncflow/step``. W&B takes no value back: of steps that are made again both are there, with
-``asyncflow/attempt`` beside them, and the run's summary says ``asyncflow/made_again_from``.
+Figures are plotted over ``asyncflow/step``. W&B cannot delete values: both values of a repeated step exist, with
+different ``asyncflow/attempt``. The run's summary holds the first repeated step as ``asyncflow/made_again_from``.
 
-Invariants: a run that is resumed is the same run of W&B; the key comes from the environment (WANDB_API_KEY) or from
-where ``wandb login`` has put it, and from nowhere else; W&B neither takes over the terminal nor copies code.
+Invariants: a resumed run is the same run of W&B; the key comes only from the environment (WANDB_API_KEY) or from the
+file that ``wandb login`` wrote; W&B neither takes over the terminal nor copies code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ENDED_WELL = ("Succeeded", "Suspended", "")
 
 
 class WandbOptions(msgspec.Struct, frozen=True):
-    """project, entity, group, tags: as W&B has them; name: of the run, by default the job's.
+    """project, entity, group, tags: as in W&B; name: of the run, by default the job's.
 
-    mode: ``offline`` writes files below ``sinks/wandb``; base_url: of a server of your own.
+    mode: ``offline`` writes files below ``sinks/wandb``; base_url: of a self-hosted server.
     """
 
     project: str = "asyncflow"
@@ -78,29 +78,29 @@ class WandbSink(MetricSink):
 
     @classmethod
     def check(cls, options: WandbOptions) -> None:
-        """Refuse what W&B refuses, and a password in the address."""
+        """Raise ManifestError for options that W&B refuses, and for a password in the address."""
         check_address(options.base_url, option="base_url")
         if not options.project:
-            raise ManifestError("project is empty", where=WHERE, hint="Leave it out, or give the project's name")
+            raise ManifestError("project is empty", where=WHERE, hint="Remove the option, or set the project's name")
 
     def write(self, step: int, values: Mapping[str, float], *, at: float) -> None:
         """Log one point."""
         self._run.log({_STEP: step, **values, "_timestamp": at})
 
     def rewind(self, step: int) -> None:
-        """Note from where on steps are made again."""
+        """Store the first repeated step in the summary."""
         self._run.summary["asyncflow/made_again_from"] = step
 
     def flush(self) -> None:
-        """Return at once: what was logged is with W&B's own process, and in files that ``wandb sync`` uploads."""
+        """Do nothing: logged data is already in W&B's own process, and in files that ``wandb sync`` uploads."""
 
     def close(self, phase: str) -> None:
-        """Finish the run, and wait until all is written, or uploaded."""
+        """Finish the run, and wait until all data is written or uploaded."""
         self._run.finish(exit_code=0 if phase in _ENDED_WELL else 1)
 
 
 def _id_of(run: SinkRun) -> str:
-    """Return the id of the run: that of the job on a cluster, else one that is made once."""
+    """Return the id of the run: the job's on a cluster, otherwise one that is generated once."""
     file = run.own / _ID
     if not file.exists():
         write_whole(file, (run.uid or uuid.uuid4().hex).encode())
