@@ -255,11 +255,11 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
             evidence(scored=90, failed={"timeout": 6, "raised": 4}),
             "reward.timeoutSeconds: 30 instead of 10, or reward.workers.max: 16 instead of 8",
         ),
-        ("rewards-fail", evidence(scored=90, failed={"timeout": 5, "raised": 5}), "mend the function"),
+        ("rewards-fail", evidence(scored=90, failed={"timeout": 5, "raised": 5}), "fix the function"),
         ("rewards-fail", evidence(scored=90, failed={"raised": 10}), "10 % of the samples get no reward"),
         ("slow-ledger", PAIRS["slow-ledger"][0], "20 ms each (2.0 % of the controller's life)"),
         ("slow-ledger", PAIRS["slow-ledger"][0], "below 5 ms, 4 times less), or sync: interval"),
-        ("stalled", evidence(**waiting("", "Paused")), "somebody to resume it, at step 0 of 0; the first sample"),
+        ("stalled", evidence(**waiting("", "Paused")), "a user to resume it, at step 0 of 0; the first sample"),
         ("stalled", evidence(**waiting("a person", "Paused")), "it waits for a person"),
         ("lost-processes", PAIRS["lost-processes"][0], "raise rollout.resources"),
         ("gradient-norm", PAIRS["gradient-norm"][0], "a third of the learning rate (0.0001)"),
@@ -267,7 +267,7 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
         ("entropy-collapse", PAIRS["entropy-collapse"][0], "the mean entropy of a token fell from 1 to 0.1 nats"),
         ("kl-runaway", PAIRS["kl-runaway"][0], "algorithm.learningRate from 0.0003 to about 9e-05"),
         ("kl-runaway", FAR, "0.2 nats a token in the median of the last 5 steps, 10.0 times"),
-        ("kl-runaway", FAR, "algorithm.kl.coefficient: 1 instead of 0.1, or give a horizon below 100"),
+        ("kl-runaway", FAR, "algorithm.kl.coefficient: 1 instead of 0.1, or use a horizon below 100"),
     ],
 )
 def test_advice_is_worked_out(name: str, found: Evidence, advice: str) -> None:

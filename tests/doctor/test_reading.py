@@ -53,10 +53,10 @@ def test_a_folder_without_a_run_and_what_is_neither_are_refused(tmp_path: Path) 
     for target, words in (
         (str(tmp_path), "there is no run"),
         (str(tmp_path / "nowhere"), "there is no such folder"),
-        ("tcp://127.0.0.1:5571", "it is no address of a driver's HTTP"),
-        ("127.0.0.1:99999", "it is no address of a driver's HTTP"),
-        ("[::1:9571", "it is no address of a driver's HTTP"),
-        ("me@127.0.0.1:9571", "it is no address of a driver's HTTP"),
+        ("tcp://127.0.0.1:5571", "this is not the address of a driver's HTTP"),
+        ("127.0.0.1:99999", "this is not the address of a driver's HTTP"),
+        ("[::1:9571", "this is not the address of a driver's HTTP"),
+        ("me@127.0.0.1:9571", "this is not the address of a driver's HTTP"),
         ("two words:9571", "no driver of a job answers there"),
         ("no..name:9571", "no driver of a job answers there"),
     ):

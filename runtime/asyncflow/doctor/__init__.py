@@ -1,1 +1,1 @@
-"""Diagnosis of a run, finished, killed or going on: pure findings over one frozen ``Evidence``."""
+"""Diagnosis of a run that is active, finished or killed: pure checks over one frozen ``Evidence``."""

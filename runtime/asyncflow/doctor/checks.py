@@ -1,6 +1,6 @@
 """The table of checks, and the examination of a run by all of them.
 
-Invariant: findings come by severity, and within one in the order of the table; their names are unique.
+Invariant: findings are sorted by severity, then by the order of the table; the names of checks are unique.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(evidence: Evidence) -> list[Finding]:
-    """Return what all checks find, the worst first."""
+    """Return the findings of all checks, the most severe first."""
     found = [
         Finding(name=check.name, severity=check.severity, **words._asdict())
         for check in CHECKS

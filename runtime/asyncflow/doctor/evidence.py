@@ -1,8 +1,7 @@
-"""Evidence: what is known of a run, and the figures that several findings need of it. Pure.
+"""Evidence: the known facts about a run, and figures derived from them for the findings. Pure.
 
-Invariants: a figure is taken over steps of the history that survives, without the first ``WARM_UP`` steps of each
-attempt of the trainer, in which processes start; a figure for which there is nothing is None, or an empty list, and no
-finding rests on it.
+Invariants: a figure is computed over the steps of the surviving history, without the first ``WARM_UP`` steps of each
+attempt of the trainer, in which processes start; a figure without data is None or an empty list, and is not used.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from asyncflow.driver.journal import FIRST_DISPATCH
 from asyncflow.driver.lives import Life, Lives
 
 WARM_UP = 2
-"""First steps of an attempt that say nothing about the pace: processes start, and the queue is empty."""
+"""First steps of an attempt that are excluded from durations: processes start, and the queue is empty."""
 TIMED = 100
-"""Most steps over which seconds are summed up: a run that was repaired long ago is not blamed."""
+"""Maximum number of steps over which durations are summed, so that problems fixed long ago are not reported."""
 _OF_TOKENS = frozenset({"entropy", "surprise", "kl", "approx_kl", "clip_low", "clip_high", "grad_norm"})
 _PLACE = re.compile(r"(.+)-(\d+)-[^-]+")
 _LEAST_S = 1e-6
 _FEWEST_STEPS = 9
-"""Steps from which on thirds of them are compared."""
+"""Minimum number of steps for a comparison of thirds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Lines, lives and outcomes of a run, as far as they are known.
+    """Known steps, events, process lives and reward outcomes of a run.
 
-    steps: lines of ``metrics.jsonl`` of the history that survives, in order; events: lines of ``events.jsonl``; lives:
-    of all incarnations of its processes, by name; scored, failed: samples with a reward, and those without one, by why;
-    status: the driver's answer, None where the run is over or nobody answers; causes: by role, seconds of its idle time
-    by cause, as far as spans tell, summed over its processes; lived: seconds of these processes.
+    steps: lines of ``metrics.jsonl`` of the surviving history, in order; events: lines of ``events.jsonl``; lives: of
+    all incarnations of its processes, by name; scored: number of samples with a reward; failed: number of samples
+    without one, by reason; status: the driver's status, None if the run has ended or the driver does not answer;
+    causes: by role, seconds of idle time by cause, as far as spans are recorded, summed over the role's processes;
+    lived: by role, total seconds of these processes.
     """
 
     name: str
@@ -56,21 +56,23 @@ class Evidence:
 
     @property
     def learns(self) -> bool:
-        """True where a model is trained on responses of a model: else rewards, losses and lengths say nothing."""
+        """True if a model is trained on its own responses; otherwise rewards, losses and lengths have no meaning."""
         return self.spec.rollout.engine.name != "simulated" and any("loss" in step for step in self.steps)
 
     @property
     def samples_of_step(self) -> int:
-        """Samples that one step takes."""
+        """Number of samples in one step."""
         return self.spec.algorithm.prompts_per_step * self.spec.algorithm.group_size
 
     def silent(self, last: int) -> list[float]:
-        """Return the samples without an advantage of each of the ``last`` steps, which count them once an epoch."""
+        """Return the samples without an advantage in each of the ``last`` steps; steps count them once per epoch."""
         return [count / self.spec.algorithm.epochs for count in self.values("silent_samples", last)]
 
     def values(self, name: str, last: int | None = None) -> list[float]:
-        """Return a figure of the steps that have it, of the ``last`` ones. A step of whose tokens none counted in the
-        loss has none that is a mean over tokens; its line has none, or a 0 as of ``grad_norm``.
+        """Return a figure of the steps that have it, or of the ``last`` ones of them.
+
+        Means over tokens are skipped for steps without a token in the loss: their lines lack them, or have 0, as for
+        ``grad_norm``.
         """
         of_tokens = name in _OF_TOKENS
         found = [
@@ -81,7 +83,7 @@ class Evidence:
         return found if last is None else found[-last:]
 
     def thirds(self, name: str) -> tuple[float, float] | None:
-        """Return the medians of a figure over the first and the last third of the steps, None where there are few."""
+        """Return the medians of a figure over the first and the last third of the steps; None for too few steps."""
         found = self.values(name)
         if len(found) < _FEWEST_STEPS:
             return None
@@ -90,7 +92,7 @@ class Evidence:
 
     @cached_property
     def timed(self) -> list[Mapping[str, Any]]:
-        """The newest steps whose seconds count."""
+        """The newest steps, without those of the warm-up."""
         seen: Counter[Any] = Counter()
         counted = []
         for step in self.steps:
@@ -101,7 +103,7 @@ class Evidence:
 
     @property
     def timed_s(self) -> float:
-        """Seconds of these steps."""
+        """Total seconds of the ``timed`` steps."""
         return sum(float(step["wall_s"]) for step in self.timed)
 
     @property
@@ -110,7 +112,7 @@ class Evidence:
         return statistics.median(float(step["wall_s"]) for step in self.timed) if self.timed else None
 
     def trainer_share(self, *names: str) -> float | None:
-        """Return the share of the steps' time that has these names in ``metrics.jsonl``; None without steps."""
+        """Return the share of the steps' time in these fields of ``metrics.jsonl``; None without steps."""
         whole = self.timed_s
         if whole <= _LEAST_S:
             return None
@@ -118,7 +120,7 @@ class Evidence:
 
     @cached_property
     def idle_shares(self) -> dict[str, float]:
-        """By role: share of their time from the first prompt to the last step in which its processes did nothing."""
+        """Idle share of each role's processes from the first prompt to the last step."""
         opened = next((float(event["at"]) for event in self.events if event.get("event") == FIRST_DISPATCH), None)
         lives = Lives(opened=opened)
         lives.restore(self.lives)
@@ -129,43 +131,43 @@ class Evidence:
         return sum(life.figures.get(name, 0.0) for life in self.lives.values() if life.role == role)
 
     def mean(self, role: str, name: str) -> tuple[float, int] | None:
-        """Return the mean and the number of observations of a histogram of a role, None where there are none."""
+        """Return the mean and the number of observations of a histogram of a role; None if there are none."""
         count = self.figure(role, f"{name}_count")
         return (self.figure(role, f"{name}_sum") / count, int(count)) if count else None
 
     def lived_s(self, role: str) -> float:
-        """Return the seconds that the processes of a role lived, together."""
+        """Return the total seconds of life of a role's processes."""
         return sum(life.seen - life.started for life in self.lives.values() if life.role == role)
 
     def processes(self, role: str) -> int:
-        """Return how many processes of a role there are, or were at the end."""
+        """Return the number of processes of a role, now or at the end of the run."""
         newest = max((life.seen for life in self.lives.values()), default=0.0)
-        return sum(life.role == role and newest - life.seen < _THERE_S for life in self.lives.values())
+        return sum(life.role == role and newest - life.seen < _ALIVE_S for life in self.lives.values())
 
     @cached_property
     def lost(self) -> Counter[str]:
-        """By role: processes that went untold while the job was up, and were started again."""
+        """By role: number of processes that ended unexpectedly while the job was up, and were started again."""
         places: dict[str, list[Life]] = {}
         for name, life in self.lives.items():
             place = _PLACE.fullmatch(name)
             places.setdefault(f"{place[1]}-{place[2]}" if place else life.role, []).append(life)
-        gone: Counter[str] = Counter()
+        lost: Counter[str] = Counter()
         for lives in places.values():
             for before, after in pairwise(sorted(lives, key=lambda life: life.started)):
                 if before.left:
                     continue
                 others = (life for life in self.lives.values() if life is not before and life is not after)
-                gone[before.role] += any(_spans(life, before.seen, after.started) for life in others)
-        return +gone
+                lost[before.role] += any(_spans(life, before.seen, after.started) for life in others)
+        return +lost
 
     @property
     def rollouts(self) -> int:
-        """Rollouts that there are, or were at the end; as many as the manifest asks for where nobody knows."""
+        """Number of rollouts, now or at the end of the run; the manifest's number if it is unknown."""
         return self.processes("rollout") or self.spec.rollout.replicas
 
 
-_THERE_S = 6.0
-"""Seconds of silence, from the last sign of any process on, after which one counts as gone; the driver waits for 5."""
+_ALIVE_S = 6.0
+"""Seconds since the newest report of any process after which a silent process counts as ended; the driver waits 5 s."""
 
 
 def _spans(life: Life, begin: float, end: float) -> bool:
@@ -173,7 +175,7 @@ def _spans(life: Life, begin: float, end: float) -> bool:
 
 
 def surviving(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the steps of the history that survives: a step that was made again takes the place of all from it on."""
+    """Return the steps of the surviving history: a repeated step replaces its earlier line and all later steps."""
     kept: dict[int, Mapping[str, Any]] = {}
     for line in lines:
         for later in [step for step in kept if step >= line["step"]]:

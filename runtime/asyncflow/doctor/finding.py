@@ -1,6 +1,6 @@
-"""A finding: what is wrong, why that is known, and what to change. A check is a pure function that may find one.
+"""Findings: a problem, the evidence for it, and the recommended change. A check is a pure function that may return one.
 
-Invariant: every sentence has its figures in it, so a reader can follow the arithmetic without the files.
+Invariant: every sentence contains its figures, so that a reader can follow the arithmetic without the files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 from asyncflow.doctor.evidence import Evidence
 
 Severity = Literal["fault", "warning", "advice"]
-"""fault: the result is wrong, or nothing goes on; warning: part of the work is lost, or it will be wrong; advice: it
-could be done in less time."""
+"""fault: the result is wrong, or the run makes no progress; warning: part of the work is lost, or the result will be
+wrong; advice: the run could be faster."""
 SEVERITIES: tuple[Severity, ...] = ("fault", "warning", "advice")
 
 
 class Words(NamedTuple):
-    """Sentences of a finding: what is wrong; why, with the arithmetic; what to change, and by how much."""
+    """Sentences of a finding: the problem; the evidence, with the arithmetic; the change, with its amount."""
 
     what: str
     why: str
@@ -27,7 +27,7 @@ class Words(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing that is looked for. examine: returns the sentences where it is found, None where it is not."""
+    """One check. examine: returns the sentences of its finding, None if it finds nothing."""
 
     name: str
     severity: Severity
@@ -35,7 +35,7 @@ class Check(NamedTuple):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check that found something."""
+    """Finding of a check."""
 
     name: str
     severity: Severity
@@ -45,10 +45,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percent(share: float) -> str:
-    """Return a share of one in percent, with a decimal where it is small."""
+    """Return a share of one in percent, with a decimal if it is small."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
 def seconds(value: float) -> str:
-    """Return seconds in about three digits, in ms below a second."""
+    """Return seconds with three significant digits, in ms below a second."""
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

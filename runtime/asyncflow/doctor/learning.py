@@ -1,7 +1,7 @@
-"""Findings about what is learned: rewards, groups, log-probs, clipping, entropy, divergence, gradients, lengths.
+"""Findings about learning: rewards, groups, log-probs, clipping, entropy, divergence, gradients, lengths.
 
-They judge figures of a model that is trained on its own responses; a simulated engine makes up responses, and the
-counting trainer has no loss, so of those nothing is said.
+They apply only to a model that is trained on its own responses. The responses of the simulated engine are artificial,
+and the counting trainer has no loss, so such runs get none of these findings.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from asyncflow.doctor.evidence import Evidence
 from asyncflow.doctor.finding import Words, percent
 
 RECENT = 10
-"""Steps that are judged at the end of what there is."""
+"""Number of most recent steps that are examined."""
 FEWEST = 5
-"""Least steps on which such a finding rests: fewer may be chance."""
+"""Minimum number of steps for such a finding; fewer could be chance."""
 EQUAL_GROUPS = 0.8
-"""Share of the samples without an advantage: beyond it four fifths of the generated tokens train nothing."""
+"""Share of samples without an advantage: above it four fifths of the generated tokens train nothing."""
 SOLVED = 0.9
-"""Share of the reward that passes, from which on equal groups are groups that are all right."""
+"""Share of the passing reward above which equal groups are regarded as groups with only right answers."""
 GAP_GROWS, GAP_SEEN = 3.0, 0.05
-"""Growth of the gap's 99th percentile from the first to the last third of the steps, and the least that is judged."""
+"""Growth of the gap's 99th percentile from the first to the last third of the steps, and the minimum gap examined."""
 GAP_LARGE = 0.2
-"""Gap that is as large as the usual clip range: the ratio leaves it before anything was trained."""
+"""Gap as large as the usual clip range: the ratio leaves the range before any training."""
 CLIPPED, CLIP_WELL = 0.2, 0.1
-"""Share of clipped tokens; usual runs have 0.001 to 0.1, and only tokens that are pushed further out are clipped."""
+"""Share of clipped tokens, and the recommended share. Usual runs have 0.001 to 0.1; a token is clipped only if the
+update would move it further outside the range."""
 ENTROPY_LEFT = 0.1
-"""Share of the entropy that is left when it has collapsed."""
+"""Remaining share of the initial entropy below which it has collapsed."""
 KL_OF_STEP = 0.1
-"""Divergence, in nats a token, of the trained policy from the one that sampled; usual runs have 0.0001 to 0.01."""
+"""Divergence, in nats per token, of the trained policy from the sampling policy; usual runs have 0.0001 to 0.01."""
 KL_OVER_TARGET = 3.0
 NORM_GROWS = 10.0
-"""Growth of the gradient's norm over what it was, and over maxGradNorm."""
+"""Growth of the gradient's norm over its previous median, and over maxGradNorm."""
 CUT = 0.3
-"""Share of responses that maxTokens cuts."""
+"""Share of responses that maxTokens truncates."""
 FEWEST_RESPONSES = 64
 EFFECTIVE = 0.3
-"""Share of the tokens that importance weights leave effective."""
+"""Effective share of the tokens under importance weights."""
 
 
 def constant_reward(evidence: Evidence) -> Words | None:
-    """Find a mean reward that does not change any more, and is not that of right answers."""
+    """Find a mean reward that has stopped changing, and is below the passing reward."""
     rewards = evidence.values("reward")
     same = list(takewhile(lambda reward: reward == rewards[-1], reversed(rewards)))
     if not evidence.learns or len(same) < FEWEST or rewards[-1] >= _passes(evidence):
@@ -50,19 +51,19 @@ def constant_reward(evidence: Evidence) -> Words | None:
     silent, of = evidence.silent(len(same)), evidence.samples_of_step
     if silent and min(silent) < of:
         return None
-    nothing = f", and all {of} samples of each have the advantage 0" if silent else ""
+    nothing = f", and all {of} samples of each step have the advantage 0" if silent else ""
     return Words(
         f"the reward is always {rewards[-1]:g}",
-        f"the mean reward of each of the last {len(same)} steps (of {len(rewards)}) is {rewards[-1]:g}{nothing}: there "
-        "is nothing to tell good responses from bad ones by",
-        f"read responses beside answers (asyncflow samples DIR): reward.function ({_functions(evidence)}) or its "
+        f"the mean reward of each of the last {len(same)} steps (of {len(rewards)}) is {rewards[-1]:g}{nothing}: good "
+        "and bad responses cannot be distinguished",
+        f"compare responses with answers (asyncflow samples DIR): reward.function ({_functions(evidence)}) or its "
         "extractor does not fit them, or the prompts are too hard; at least one sample of a group of "
-        f"{evidence.spec.algorithm.group_size} must get another reward",
+        f"{evidence.spec.algorithm.group_size} must get a different reward",
     )
 
 
 def equal_groups(evidence: Evidence) -> Words | None:
-    """Find groups whose samples have equal rewards, while the task is not solved."""
+    """Find groups whose samples have equal rewards although the task is not solved."""
     silent, rewards = evidence.silent(RECENT), evidence.values("reward", RECENT)
     if not evidence.learns or len(silent) < FEWEST or constant_reward(evidence) is not None:
         return None
@@ -72,16 +73,16 @@ def equal_groups(evidence: Evidence) -> Words | None:
         return None
     size = evidence.spec.algorithm.group_size
     return Words(
-        f"{percent(share)} of the samples are in groups whose rewards are all equal",
+        f"{percent(share)} of the samples are in groups with equal rewards",
         f"in the median of the last {len(silent)} steps {equal:.0f} of {of} samples have the advantage 0, at a mean "
         f"reward of {reward:.3g}: the gradient comes from {of - equal:.0f} samples",
-        f"{_more_samples(reward, size)}leave such groups out (algorithm.filterZeroVariance: drop, which draws "
-        f"{1 / max(1 - share, 1e-3):.1f} times as many), or take easier prompts",
+        f"{_more_samples(reward, size)}exclude such groups (algorithm.filterZeroVariance: drop, which draws "
+        f"{1 / max(1 - share, 1e-3):.1f} times as many), or use easier prompts",
     )
 
 
 def logprob_gap(evidence: Evidence) -> Words | None:
-    """Find log-probs of the engine that are not those of the trainer."""
+    """Find log-probs of the engine that differ from those of the trainer."""
     thirds = evidence.thirds("logprob_gap_p99")
     if not evidence.learns or thirds is None:
         return None
@@ -95,15 +96,15 @@ def logprob_gap(evidence: Evidence) -> Words | None:
         f"the 99th percentile of |engine - trainer| under the same weights is {was}: a token's ratio is off by a "
         f"factor of {math.exp(last):.2f} before anything is trained, and the clip range is "
         f"[{1 - evidence.spec.algorithm.clip.low:g}, {1 + evidence.spec.algorithm.clip.high:g}]",
-        f"compute in one precision (rollout.engine.dtype: {evidence.spec.rollout.engine.dtype}, trainer.backend."
-        f"precision: {evidence.spec.trainer.backend.precision}), look at the engine's own kernels and "
-        "asyncflow_rollout_probe_gap (a loaded model that is not the published one); until then algorithm.old: "
+        f"use one precision (rollout.engine.dtype: {evidence.spec.rollout.engine.dtype}, trainer.backend."
+        f"precision: {evidence.spec.trainer.backend.precision}), check the engine's own kernels and "
+        "asyncflow_rollout_probe_gap (a loaded model that is not the published one); until then use algorithm.old: "
         "recompute with algorithm.correction: {kind: truncate, high: 2}",
     )
 
 
 def clip_fraction(evidence: Evidence) -> Words | None:
-    """Find ratios that are clipped for a large part of the tokens."""
+    """Find a large share of clipped ratios."""
     low, high = evidence.values("clip_low", RECENT), evidence.values("clip_high", RECENT)
     if not evidence.learns or min(len(low), len(high)) < FEWEST:
         return None
@@ -116,14 +117,14 @@ def clip_fraction(evidence: Evidence) -> Words | None:
     return Words(
         f"{percent(share)} of the tokens are clipped",
         f"in the last {len(low)} steps {percent(below)} of the ratios were clipped below and {percent(above)} above: "
-        "these tokens have no gradient; the policy moves further within a step than the clip range allows",
+        "these tokens have no gradient; within a step the policy moves further than the clip range allows",
         f"algorithm.learningRate from {algorithm.learning_rate:g} to about {algorithm.learning_rate * by:.1g} "
         f"(x {CLIP_WELL:g} / {share:.2g}){fewer}, or a smaller staleness than {evidence.spec.schedule.max_staleness}",
     )
 
 
 def entropy_collapse(evidence: Evidence) -> Words | None:
-    """Find a policy that has become certain without being rewarded for it."""
+    """Find a policy whose entropy has collapsed without a rising reward."""
     name = "entropy" if any(evidence.values("entropy")) else "surprise"
     thirds, rewards = evidence.thirds(name), evidence.thirds("reward")
     if not evidence.learns or thirds is None or rewards is None or not thirds[0] > 0:
@@ -136,23 +137,23 @@ def entropy_collapse(evidence: Evidence) -> Words | None:
     return Words(
         "the entropy has collapsed, and the reward has not risen",
         f"the {what} of a token fell from {first:.3g} to {last:.3g} nats ({percent(last / first)} of it is left), and "
-        f"the reward went from {before:.3g} to {now:.3g}: responses of a group are alike, and nothing new is tried",
-        f"begin again from a checkpoint before that with a third of the learning rate "
+        f"the reward went from {before:.3g} to {now:.3g}: responses of a group are alike, without exploration",
+        f"restart from an earlier checkpoint with a third of the learning rate "
         f"({evidence.spec.algorithm.learning_rate / 3:.1g}) and algorithm.entropy: {max(1e-3, 3 * bonus):g}",
     )
 
 
 def kl_runaway(evidence: Evidence) -> Words | None:
-    """Find a policy that runs away from the one that sampled, or from the reference."""
+    """Find a policy that diverges from the sampling policy, or from the reference."""
     recent, algorithm = evidence.values("approx_kl", FEWEST), evidence.spec.algorithm
     if not evidence.learns or len(recent) < FEWEST:
         return None
     step, target = statistics.median(recent), algorithm.kl.target
     if step > KL_OF_STEP:
         return Words(
-            "the policy runs away from the one that sampled",
-            f"their KL divergence is {step:.3g} nats a token in the median of the last {FEWEST} steps, where "
-            f"{KL_OF_STEP:g} is much: gradients are taken at samples that the policy would not make any more",
+            "the policy diverges from the sampling policy",
+            f"their KL divergence is {step:.3g} nats a token in the median of the last {FEWEST} steps; more than "
+            f"{KL_OF_STEP:g} is a lot: gradients come from samples that the policy would no longer generate",
             f"algorithm.learningRate from {algorithm.learning_rate:g} to about "
             f"{algorithm.learning_rate * math.sqrt(KL_OF_STEP / 10 / step):.1g} (the divergence grows with its "
             f"square), and a smaller staleness than {evidence.spec.schedule.max_staleness}",
@@ -166,16 +167,16 @@ def kl_runaway(evidence: Evidence) -> Words | None:
         return None
     coefficient = algorithm.kl.coefficient
     return Words(
-        "the policy runs away from the reference",
+        "the policy diverges from the reference",
         f"the KL divergence is {far:.3g} nats a token in the median of the last {FEWEST} steps, "
         f"{far / target.value:.1f} times algorithm.kl.target.value ({target.value:g})",
-        f"begin with algorithm.kl.coefficient: {coefficient * far / target.value:.2g} instead of {coefficient:g}, or "
-        f"give a horizon below {algorithm.kl.target.horizon if algorithm.kl.target else 0:g}",
+        f"start with algorithm.kl.coefficient: {coefficient * far / target.value:.2g} instead of {coefficient:g}, or "
+        f"use a horizon below {algorithm.kl.target.horizon if algorithm.kl.target else 0:g}",
     )
 
 
 def gradient_norm(evidence: Evidence) -> Words | None:
-    """Find a norm of the gradient that has exploded, and stays so."""
+    """Find a norm of the gradient that has exploded, and remains large."""
     norms = evidence.values("grad_norm")
     if not evidence.learns or len(norms) < 3 * FEWEST:
         return None
@@ -189,8 +190,8 @@ def gradient_norm(evidence: Evidence) -> Words | None:
     return Words(
         "the gradient explodes",
         f"its norm is {now:.3g} in the median of the last {FEWEST} steps, {now / max(before, 1e-9):.0f} times that of "
-        f"the steps before ({before:.3g}){clipped}",
-        f"begin again from a checkpoint before that with a third of the learning rate "
+        f"the previous steps ({before:.3g}){clipped}",
+        f"restart from an earlier checkpoint with a third of the learning rate "
         f"({evidence.spec.algorithm.learning_rate / 3:.1g})" + ("" if most else " and algorithm.maxGradNorm: 1"),
     )
 
@@ -202,17 +203,17 @@ def skipped_steps(evidence: Evidence) -> Words | None:
         return None
     named = ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
     return Words(
-        f"{len(skipped)} of {len(evidence.steps)} steps changed no weight",
-        f"the gradient of step {named} was not finite, so the update was left out: their "
-        f"{len(skipped) * evidence.samples_of_step} samples taught nothing",
+        f"{len(skipped)} of {len(evidence.steps)} steps did not update the weights",
+        f"the gradient of step {named} was not finite, so the update was skipped: their "
+        f"{len(skipped) * evidence.samples_of_step} samples were not trained",
         f"algorithm.learningRate from {evidence.spec.algorithm.learning_rate:g} to a third of it, "
-        f"algorithm.maxGradNorm: 1 where it is off ({evidence.spec.algorithm.max_grad_norm:g} now), and float32 in "
-        f"place of {evidence.spec.trainer.backend.precision}",
+        f"algorithm.maxGradNorm: 1 if it is off ({evidence.spec.algorithm.max_grad_norm:g} now), and float32 "
+        f"instead of {evidence.spec.trainer.backend.precision}",
     )
 
 
 def cut_responses(evidence: Evidence) -> Words | None:
-    """Find responses that end because maxTokens is reached."""
+    """Find responses that are truncated at maxTokens."""
     ended = {
         name: count
         for life in evidence.lives.values()
@@ -225,16 +226,16 @@ def cut_responses(evidence: Evidence) -> Words | None:
         return None
     most = evidence.spec.sampling.max_tokens
     return Words(
-        f"{percent(cut / whole)} of the responses are cut",
-        f"{cut:.0f} of {whole:.0f} responses reached sampling.maxTokens ({most}) before they were done: their reward "
-        "is that of a part",
-        f"sampling.maxTokens: {2 * most}, at twice the memory of a slot's cache; or teach shorter responses (the "
+        f"{percent(cut / whole)} of the responses are truncated",
+        f"{cut:.0f} of {whole:.0f} responses reached sampling.maxTokens ({most}) before they were complete: their "
+        "reward is that of an incomplete response",
+        f"sampling.maxTokens: {2 * most}, at twice the memory of a slot's cache; or train shorter responses (the "
         "reward component length)",
     )
 
 
 def few_effective(evidence: Evidence) -> Words | None:
-    """Find importance weights that leave few samples effective."""
+    """Find importance weights that leave only a small share of the tokens effective."""
     shares = evidence.values("correction_ess", RECENT)
     if len(shares) < FEWEST or (share := statistics.median(shares)) >= EFFECTIVE:
         return None
@@ -248,7 +249,7 @@ def few_effective(evidence: Evidence) -> Words | None:
 
 
 def _passes(evidence: Evidence) -> float:
-    """Return the reward of a response that is right."""
+    """Return the reward of a right response."""
     return evidence.spec.evaluation.pass_reward if evidence.spec.evaluation is not None else 1.0
 
 
@@ -257,9 +258,9 @@ def _functions(evidence: Evidence) -> str:
 
 
 def _more_samples(right: float, size: int) -> str:
-    """Return the advice for a larger group, where rewards are shares of right answers: p^n + (1 - p)^n are alike.
+    """Return the advice for a larger group, for rewards of 0 and 1: p^n + (1 - p)^n of the groups are equal by chance.
 
-    It is "" where no such group would help: chance makes few groups of this size alike, so something else does.
+    It is "" if a larger group would not help: few groups of this size are equal by chance, so the cause is different.
     """
 
     def alike(samples: int) -> float:

@@ -1,7 +1,8 @@
-"""Evidence of a run, read from its folder, or asked of its driver.
+"""Evidence of a run, read from its folder or from its driver.
 
-Invariants: nothing is written; a file that is missing, torn or damaged costs its figures only, but without a manifest
-there is no run; a folder whose run goes on is read as it is, and its driver is asked beside for what it waits for.
+Invariants: nothing is written; a file that is missing, incomplete or damaged makes only its own figures unavailable,
+but a run without a manifest is refused; the folder of an active run is read as it is, and its driver is queried for its
+current status.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from asyncflow.timeline.causes import Shares, attribute, shares
 
 T = TypeVar("T")
 _ANSWER_S = 20.0
-NOBODY: Mapping[str, Shares] = MappingProxyType({})
+NO_SHARES: Mapping[str, Shares] = MappingProxyType({})
 
 
 class RewardOutcomes(msgspec.Struct, frozen=True):
-    """Outcomes of all samples that were judged, as ``rewards.json`` has them."""
+    """Outcomes of all judged samples, as in ``rewards.json``."""
 
     scored: int = 0
     failed: dict[str, int] = {}
@@ -53,22 +54,22 @@ class ToldEvidence(msgspec.Struct, frozen=True):
 
 
 def address_of(target: str) -> str | None:
-    """Return the URL of a driver's HTTP that ``target`` names, None where it names a folder.
+    """Return the URL of a driver's HTTP that ``target`` names; None if it names a folder.
 
-    Raises ManifestError for neither.
+    Raises ManifestError if it names neither.
     """
     if Path(target).is_dir():
         return None
-    scheme, there, rest = target.rpartition("://")
+    scheme, separator, rest = target.rpartition("://")
     if scheme in ("", "http") and _names_port(rest):
         return f"http://{rest}"
-    hint = "Give the folder of a run, e.g. runs/quickstart, or HOST:PORT of its driver's HTTP (9571 on Kubernetes)"
-    what = "it is no address of a driver's HTTP" if there or ":" in rest else "there is no such folder"
+    hint = "Use the folder of a run, e.g. runs/quickstart, or HOST:PORT of its driver's HTTP (9571 on Kubernetes)"
+    what = "this is not the address of a driver's HTTP" if separator or ":" in rest else "there is no such folder"
     raise ManifestError(what, where=target, hint=hint)
 
 
 def _names_port(rest: str) -> bool:
-    """Return whether this is HOST:PORT, and nothing else."""
+    """Return whether ``rest`` is exactly HOST:PORT."""
     try:
         split = urlsplit(f"http://{rest}")
         return bool(split.hostname and split.port) and split.username is None and split.netloc == rest
@@ -77,13 +78,13 @@ def _names_port(rest: str) -> bool:
 
 
 def read(target: str) -> Evidence:
-    """Return what is known of the run in a folder, or of the driver at an address. Raises ManifestError."""
+    """Return the evidence of the run in a folder, or of the driver at an address. Raises ManifestError."""
     url = address_of(target)
     return read_folder(Path(target)) if url is None else read_driver(url)
 
 
 def read_folder(folder: Path) -> Evidence:
-    """Return what the files of a run say, and its driver where it goes on. Raises ManifestError where there is none."""
+    """Return the evidence in a run's files, and its driver's status if it is active. Raises ManifestError."""
     check_run(folder)
     rewards = _json(folder / REWARDS, RewardOutcomes) or RewardOutcomes()
     return _evidence(
@@ -101,9 +102,9 @@ def read_folder(folder: Path) -> Evidence:
 
 
 def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
-    """Return the seconds of each process of a run by kind and cause, as far as its spans tell; {} where there are none.
+    """Return the seconds of each process of a run by kind and cause, from its spans; {} if there are none.
 
-    last_s: of the last seconds only, else from the first prompt on.
+    last_s: only of so many last seconds, by default from the first prompt on.
     """
     try:
         timeline = attribute(read_timeline(folder))
@@ -115,7 +116,7 @@ def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
 
 
 def read_driver(url: str) -> Evidence:
-    """Return what the driver at ``url`` says of its run. Raises ManifestError where none answers."""
+    """Return the evidence of the driver at ``url``. Raises ManifestError if no driver answers."""
     answer = fetch(url, "/v1/evidence", within_s=_ANSWER_S)
     if answer is None:
         hint = "On Kubernetes: kubectl port-forward pod/JOB-driver-0 9571, then 127.0.0.1:9571"
@@ -123,13 +124,13 @@ def read_driver(url: str) -> Evidence:
     try:
         known = msgspec.json.decode(answer, type=ToldEvidence)
     except msgspec.MsgspecError as error:
-        raise ManifestError(f"the answer is none of a driver: {error}", where=f"{url}/v1/evidence") from error
+        raise ManifestError(f"the answer is not that of a driver: {error}", where=f"{url}/v1/evidence") from error
     job = load_job(io.BytesIO(msgspec.json.encode(known.job)))
     return _evidence(job, known, status=ask_at(url, DriverStatus))
 
 
 def _evidence(
-    job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NOBODY
+    job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NO_SHARES
 ) -> Evidence:
     causes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     lived: defaultdict[str, float] = defaultdict(float)
@@ -157,7 +158,7 @@ def _is_step(line: Mapping[str, Any]) -> bool:
 
 
 def _status_of(folder: Path) -> DriverStatus | None:
-    """Return what the driver of a run says, None where the run is over or it does not answer."""
+    """Return the status of a run's driver; None if the run has ended or the driver does not answer."""
     if (folder / SUMMARY).is_file():
         return None
     record = load_record(folder)
