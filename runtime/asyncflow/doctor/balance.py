@@ -242,7 +242,7 @@ def data_plane(evidence: Evidence) -> Words | None:
     queue = evidence.spec.transfer_queue
     return Words(
         f"the queue delays the {role}: {percent(share)} of its time",
-        f"the required data existed, and was in transit from {queue.storage_units} storage units and "
+        f"the required data existed, but had to be transferred from {queue.storage_units} storage units and "
         f"{queue.controllers} controllers{_by_cause(evidence, role)}",
         f"transferQueue.storageUnits: {2 * queue.storage_units} instead of {queue.storage_units}, more cores for units "
         "and controller, a faster disk for the ledger",

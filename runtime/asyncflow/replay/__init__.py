@@ -1,1 +1,1 @@
-"""A finished step made again, and the life of one sample, from what a run has written down."""
+"""Replay of a finished step, and the life of one sample, from the records of a run."""

@@ -1,14 +1,14 @@
-"""Steps of a finished run made again, by the trainer that made them, from samples that are made again.
+"""Replay of steps of a finished run: its own trainer repeats them with samples that are generated again.
 
-    checkpoint of j ──> Trainer (its real loops) <── slots as recorded, samples made under the versions recorded
+    checkpoint of j ──> Trainer (its real loops) <── slots as recorded, samples under the recorded versions
                           │
-                          └─> θ_{j+1} ... θ_k, compared with the digests recorded; a checkpoint of k, with the run's
+                          └─> θ_{j+1} ... θ_k, compared with the recorded digests; a checkpoint of k, with the run's
 
-The trainer is the run's own, with a queue that gives what was recorded and a publisher that keeps versions for the
-engine; so whatever a run can be told to do, a replay does, too.
+The trainer is the same class as in the run, with a queue that returns the recorded slots and a publisher that keeps
+versions for the engine. A replay therefore supports everything that a run supports.
 
-Invariants: nothing in the folder of the run is changed; the samples of a step are made while nothing is computed, by as
-many threads as a rollout had.
+Invariants: the folder of the run is not changed; the samples of a step are generated while the trainer is idle, with as
+many threads as a rollout has.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ from asyncflow.weights.slices import Box
 
 _NAME = "replay"
 _KEPT = 1 << 20
-"""More checkpoints than there are: nothing is removed."""
+"""Number of checkpoints to keep, so large that none is removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgain:
-    """A step that was made again. slots: its samples as they were accumulated; same: whether θ_step is, to the bit,
-    what was published, None where it was not published, or its digest is not recorded.
+    """A replayed step.
+
+    slots: its samples in the order of accumulation; same: whether θ_step equals the published weights bit for bit, None
+    if it was not published, or its digest is not recorded.
     """
 
     slots: Sequence[Sequence[MadeSample]]
@@ -70,7 +72,7 @@ class StepAgain:
 
 @dataclass(kw_only=True)
 class _Versions:
-    """Publisher that keeps the versions that samples of later steps need. needed: of the steps behind one."""
+    """Publisher that keeps versions for samples of later steps. needed: returns the versions needed after a step."""
 
     needed: Callable[[int], set[int]]
     copies: dict[int, Copied] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class _Versions:
         return None if found is None else found.arena.arrays
 
     async def weights(self, step: int) -> Weights:
-        """Return θ_step, without its probe, once it is announced."""
+        """Return θ_step without its probe, once it is announced."""
         async with self.announced:
             await self.announced.wait_for(lambda: step in self.digests)
         return split_probe(self.copies[step].arena.arrays)[0]
@@ -105,20 +107,20 @@ class _Versions:
 
 @dataclass(kw_only=True)
 class _Queue:
-    """Queue that gives slots as they were recorded. make: makes samples; decided: see ``TrainerSettings``."""
+    """Queue that returns the recorded slots. make: generates samples; decided: see ``TrainerSettings``."""
 
     history: RunHistory
     make: Callable[[RecordedStep], Awaitable[dict[SampleKey, MadeSample]]]
     decided: str
-    made: dict[int, dict[SampleKey, MadeSample]] = field(default_factory=dict)
+    generated: dict[int, dict[SampleKey, MadeSample]] = field(default_factory=dict)
 
     async def begin(self, **_: object) -> None:
         pass
 
     async def slot(self, *, step: int, slot: int, **_: object) -> Slot:
         recorded = self.history.step(step)
-        if step not in self.made:
-            self.made[step] = await self.make(recorded)
+        if step not in self.generated:
+            self.generated[step] = await self.make(recorded)
         samples, last = recorded.samples, slot == len(recorded.slots) - 1
         totals = StepTotals(
             groups=len({sample.serial for sample in samples}),
@@ -129,7 +131,7 @@ class _Queue:
         return Slot(step=step, slot=slot, rows=rows, last=last, totals=totals if last else None)
 
     async def fetch(self, rows: Sequence[LeasedRow], columns: Sequence[str], **_: object) -> dict[str, Jagged]:
-        found = columns_of([self.made[row.meta.step][row.meta.key] for row in rows], decided=self.decided)
+        found = columns_of([self.generated[row.meta.step][row.meta.key] for row in rows], decided=self.decided)
         return {name: found[name] for name in columns}
 
     async def step_done(self, **_: object) -> None:
@@ -152,11 +154,11 @@ async def replay_steps(
     target: Path,
     done: Callable[[int, int], None],
 ) -> list[StepAgain]:
-    """Make the steps of ``plan`` again, and write a checkpoint of the last one into ``target``/checkpoints.
+    """Replay the steps of ``plan``, and write a checkpoint of the last one into ``target``/checkpoints.
 
-    run: the run's folder; folder: the job's, where relative paths begin; done: called after each step with its number
-    and how many samples it had. Raises ManifestError where model, data or engine are not as they were, CheckpointError
-    for a damaged checkpoint.
+    run: the run's folder; folder: the job's, base of relative paths; done: called after each step with its number and
+    its number of samples. Raises ManifestError if model, data or engine have changed since the run, CheckpointError for
+    a damaged checkpoint.
     """
     checkpoints, link = Checkpoints(target / "checkpoints", keep=_KEPT), None
     if plan.base:
@@ -192,9 +194,9 @@ async def replay_steps(
         queue = _Queue(history=history, make=make, decided=algorithm_of(spec).writes)
         reports: list[TrainReport] = []
 
-        async def report(said: TrainReport) -> None:
-            reports.append(said)
-            done(said.step, said.samples)
+        async def report(step_report: TrainReport) -> None:
+            reports.append(step_report)
+            done(step_report.step, step_report.samples)
 
         settings = trainer_settings(spec, attempt=0)
         trainer = Trainer(
@@ -220,55 +222,55 @@ async def replay_steps(
         await engine.close()
         if link is not None:
             link.unlink()
-    return [_again(said, queue.made[said.step], history=history, digests=versions.digests) for said in reports]
+    return [_again(each, queue.generated[each.step], history=history, digests=versions.digests) for each in reports]
 
 
 def _again(
-    said: TrainReport,
-    made: Mapping[SampleKey, MadeSample],
+    report: TrainReport,
+    generated: Mapping[SampleKey, MadeSample],
     *,
     history: RunHistory,
     digests: Mapping[int, str],
 ) -> StepAgain:
-    recorded = history.step(said.step)
-    published = history.digests.get(Version(recorded.attempt, said.step))
+    recorded = history.step(report.step)
+    published = history.digests.get(Version(recorded.attempt, report.step))
     return StepAgain(
-        slots=[[made[sample.key] for sample in slot] for slot in recorded.slots],
-        report=said,
-        same=None if published is None else digests.get(said.step) == published,
+        slots=[[generated[sample.key] for sample in slot] for slot in recorded.slots],
+        report=report,
+        same=None if published is None else digests.get(report.step) == published,
     )
 
 
 def compare_checkpoints(run: Path, target: Path, *, step: int) -> dict[str, bool] | None:
-    """Return for each file of the run's checkpoint of ``step`` whether the replay's is the same; None without one.
+    """Return for each file of the run's checkpoint of ``step`` whether the replay's file is equal; None without one.
 
-    Older versions that only one of the two carries are left out.
+    Older versions that only one of the two checkpoints carries are ignored.
     """
     found = Checkpoints(run / "checkpoints")
     if step not in found.steps():
         return None
-    theirs, ours = (_files(checkpoints.at(step)) for checkpoints in (found, Checkpoints(target / "checkpoints")))
-    return {path: ours[path] == digest for path, digest in theirs.items() if path in ours}
+    original, replayed = (_files(each.at(step)) for each in (found, Checkpoints(target / "checkpoints")))
+    return {path: replayed[path] == digest for path, digest in original.items() if path in replayed}
 
 
 def weights_gap(run: Path, target: Path, *, step: int) -> float | None:
-    """Return the largest difference of a weight in the checkpoints of ``step``, of any ranks; None without one.
+    """Return the largest difference of a weight in the checkpoints of ``step``, for any number of ranks; None without.
 
-    Raises CheckpointError where the two hold other tensors.
+    Raises CheckpointError if the two have different tensors.
     """
     import torch
 
     found = Checkpoints(run / "checkpoints")
     if step not in found.steps():
         return None
-    theirs, own = (_weights_of(checkpoints.at(step)) for checkpoints in (found, Checkpoints(target / "checkpoints")))
-    if theirs.shapes != own.shapes:
-        raise CheckpointError("its tensors are others than those of the replay", where=str(run / "checkpoints"))
+    original, replayed = (_weights_of(each.at(step)) for each in (found, Checkpoints(target / "checkpoints")))
+    if original.shapes != replayed.shapes:
+        raise CheckpointError("its tensors differ from those of the replay", where=str(run / "checkpoints"))
     gap = 0.0
-    for name, shape in theirs.shapes.items():
+    for name, shape in original.shapes.items():
         one, other = torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
-        theirs.read(name, Box.whole(shape), one)
-        own.read(name, Box.whole(shape), other)
+        original.read(name, Box.whole(shape), one)
+        replayed.read(name, Box.whole(shape), other)
         gap = max(gap, float((one - other).abs().max()))
     return gap
 
@@ -286,7 +288,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, str]:
 
 @contextmanager
 def _threads(number: int, *, then: int) -> Iterator[None]:
-    """Compute with so many threads: those that an operation uses decide the order in which it adds."""
+    """Run the body with ``number`` threads, which determine the order of additions in an operation."""
     import torch
 
     torch.set_num_threads(number)

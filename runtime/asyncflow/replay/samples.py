@@ -1,7 +1,7 @@
-"""Samples made again: the same prompts and random numbers, under the versions that made their tokens the first time.
+"""Repeated generation of samples: the same prompts and random numbers, under the versions of their original tokens.
 
-Invariant: what an engine is asked for is what a rollout asked for (``rollout.job``): a response that one version made
-is made in one piece, one that weights changed under in as many pieces as it had, each behind the tokens before it.
+Invariant: the requests to the engine equal those of a rollout (``rollout.job``): a response of one version is one
+request; a response whose weights changed is one request per version, each continuing after the previous tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class MadeSample(NamedTuple):
-    """A sample that was made again, beside the record of it."""
+    """A sample that was generated again, and the record of the original."""
 
     record: SampleRecord
     prompt_ids: tuple[int, ...]
@@ -33,17 +33,17 @@ class MadeSample(NamedTuple):
 
     @property
     def same_tokens(self) -> bool:
-        """True where the response has the tokens that were recorded."""
+        """True if the response has the recorded tokens."""
         return digest(self.response.ids) == self.record.ids
 
     @property
     def same(self) -> bool:
-        """True where log-probs are those recorded, too, to the bit."""
+        """True if tokens and log-probs equal the recorded ones bit for bit."""
         return self.same_tokens and digest(self.response.logprobs) == self.record.logprobs
 
 
 class SampleMaker:
-    """Makes samples with ``engine``, which is started. weights: gives those of a step as the engine loads them."""
+    """Generates samples with a started ``engine``. weights: returns a step's weights in the form that it loads."""
 
     def __init__(
         self,
@@ -59,48 +59,49 @@ class SampleMaker:
         self._weights = weights
 
     async def make(self, records: Sequence[SampleRecord]) -> dict[SampleKey, MadeSample]:
-        """Return the samples of a step, by name."""
+        """Return the samples of a step, by key."""
         prompts = {serial: tuple(self._prompts.ids(serial)) for serial in {record.serial for record in records}}
-        made = dict.fromkeys(range(len(records)), NOTHING)
-        pieces: defaultdict[int, list[int]] = defaultdict(list)
+        results = dict.fromkeys(range(len(records)), NOTHING)
+        indices: defaultdict[int, list[int]] = defaultdict(list)
         for index, record in enumerate(records):
             for run in record.runs:
-                pieces[run.step].append(index)
-        for step in sorted(pieces):
+                indices[run.step].append(index)
+        for step in sorted(indices):
             await self._engine.load(Version(0, step), await self._weights(step))
-            asked = {
-                index: self._request(records[index], prompts[records[index].serial], made[index], step)
-                for index in pieces[step]
-                if made[index].finish != "stop"
+            requests = {
+                index: self._request(records[index], prompts[records[index].serial], results[index], step)
+                for index in indices[step]
+                if results[index].finish != "stop"
             }
-            made |= zip(asked, await asyncio.gather(*map(self._engine.generate, asked.values())), strict=True)
+            results |= zip(requests, await asyncio.gather(*map(self._engine.generate, requests.values())), strict=True)
         return {
-            record.key: MadeSample(record, prompts[record.serial], made[index]) for index, record in enumerate(records)
+            record.key: MadeSample(record, prompts[record.serial], results[index])
+            for index, record in enumerate(records)
         }
 
     def _request(
-        self, record: SampleRecord, prompt_ids: tuple[int, ...], begun: Completion, step: int
+        self, record: SampleRecord, prompt_ids: tuple[int, ...], prefix: Completion, step: int
     ) -> GenerationRequest:
-        """Return what is asked of the version of ``step``: its piece of a response, the last one to its end."""
-        settings, upto = self._settings, sum(run.tokens for run in record.runs if run.step <= step)
+        """Return the request to the version of ``step``: its part of a response, or the rest for the last version."""
+        settings, limit = self._settings, sum(run.tokens for run in record.runs if run.step <= step)
         return GenerationRequest(
             key=record.key,
             prompt_ids=prompt_ids,
-            max_tokens=settings.max_tokens if step == record.runs[-1].step else upto,
+            max_tokens=settings.max_tokens if step == record.runs[-1].step else limit,
             temperature=settings.temperature,
             stop_ids=settings.stop_ids,
             stop_texts=settings.stop_texts,
             seed=settings.seed,
-            continues=begun,
+            continues=prefix,
         )
 
 
-def columns_of(made: Sequence[MadeSample], *, decided: str) -> dict[str, Jagged]:
-    """Return what a trainer fetches of samples: rewards and what the driver ``decided`` are those recorded."""
-    rewards = [[0.0 if sample.record.reward is None else sample.record.reward] for sample in made]
+def columns_of(samples: Sequence[MadeSample], *, decided: str) -> dict[str, Jagged]:
+    """Return the columns that a trainer fetches: rewards and the column ``decided`` are the recorded ones."""
+    rewards = [[0.0 if sample.record.reward is None else sample.record.reward] for sample in samples]
     return {
-        "prompt_ids": Jagged.from_rows([sample.prompt_ids for sample in made], np.int32),
-        **response_columns([sample.response for sample in made], names=RESPONSE),
+        "prompt_ids": Jagged.from_rows([sample.prompt_ids for sample in samples], np.int32),
+        **response_columns([sample.response for sample in samples], names=RESPONSE),
         "reward": Jagged.from_rows(rewards, np.float32),
-        decided: Jagged.from_rows([[sample.record.decided] for sample in made], np.float32),
+        decided: Jagged.from_rows([[sample.record.decided] for sample in samples], np.float32),
     }

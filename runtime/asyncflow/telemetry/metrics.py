@@ -32,7 +32,7 @@ from asyncflow.rpc.server import RpcCounters
 
 
 class _Union:
-    """Length of a union of intervals whose begins and ends are reported in chronological order."""
+    """Length of a union of intervals whose starts and ends are reported in chronological order."""
 
     __slots__ = ("depth", "passed", "since")
 
@@ -79,7 +79,7 @@ class BusyClock:
     def begin(self, cause: str, *, since: float | None = None) -> None:
         """Begin a section outside a ``with`` block; each needs a matching ``end``.
 
-        since: begin of the section if before now; all other sections must have ended before that time.
+        since: start of the section if before now; all other sections must have ended before that time.
         """
         with self._lock:
             now = self._clock() if since is None else since
@@ -335,7 +335,7 @@ class PulledVersion(Protocol):
 
     @property
     def started(self) -> float:
-        """Begin of the pull, in seconds of a monotonic clock."""
+        """Start of the pull, in seconds of a monotonic clock."""
 
     @property
     def finished(self) -> float:

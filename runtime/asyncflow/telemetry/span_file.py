@@ -104,7 +104,7 @@ class SpanFile:
         self._place += 1
 
     def runs(self, kind: Kind, *, since: float) -> None:
-        """Set the begin of the running span of ``kind`` beside the main one, 0 for none, in the next state."""
+        """Set the start of the running span of ``kind`` beside the main one, 0 for none, in the next state."""
         self._beside[_KIND[kind]] = since
 
     def keep(self, main: Span, *, ended: bool = False) -> None:

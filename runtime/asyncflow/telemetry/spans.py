@@ -283,7 +283,7 @@ def _tracks_of(lives: Sequence[Recording], *, began: float, ended: float, seen: 
 
 
 def _up_since(job_up: Sequence[tuple[float, float]], track: Track) -> float:
-    """Return the time since which at least one process of the job existed, up to the begin of a track."""
+    """Return the time since which at least one process of the job existed, up to the start of a track."""
     return max((begin for begin, _ in job_up if begin <= track.begin), default=track.begin)
 
 

@@ -1,1 +1,1 @@
-"""Where the seconds of a run go: tracks of spans, the cause of each idle second, and pictures of them."""
+"""Accounting of the time of a run: tracks of spans, the cause of each idle second, and a trace of them."""

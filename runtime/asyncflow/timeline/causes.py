@@ -1,12 +1,12 @@
-"""Causes of idle time, out of what all processes did at that time; and how its seconds add up.
+"""Causes of idle time, derived from the activity of all processes at that time; and sums of seconds.
 
-A process knows what it waits for (``Span.waits``); who keeps it waiting, the others' tracks say. One sweep over the
-boundaries of all spans keeps a ``_Scene``: who generates, trains, computes, is starting or lost. In between nothing
-changes, so there all processes of a role that wait for the same thing are idle for the same cause.
+A process knows only what it waits for (``Span.waits``); the cause is found in the tracks of the other processes. One
+sweep over the boundaries of all spans maintains a ``_State``: which processes generate, train, compute, start or are
+lost. Between two boundaries it is constant: all processes of a role that wait for the same thing have the same cause.
 
-Invariants: each idle second gets exactly one cause; a span is split only where the cause, or who it is because of,
-changes; what is not idle is as it was; the result is a function of the timeline alone, real or simulated. The seconds
-of a process by kind and by cause sum to its time in the window.
+Invariants: each idle second gets exactly one cause; an idle span is split only where the cause, or the responsible
+process, changes; other spans are unchanged; the result depends only on the timeline, real or simulated. The seconds of
+a process by kind and by cause sum to its time in the window.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WORKS: Final = frozenset[Kind]({"compute", "forward", "backward", "optimizer", 
 class Shares(msgspec.Struct, kw_only=True):
     """Seconds of one process in the window of a timeline.
 
-    seconds: that it was there, or should have been; kinds: of what it did, without idle; idle: by cause; by: of each
-    cause, because of whom, "" where nobody is named.
+    seconds: for which it existed, or should have existed; kinds: by kind, without idle; idle: by cause; by: for each
+    cause, by the responsible process or role, "" if there is none.
     """
 
     role: str
@@ -58,25 +58,25 @@ class Shares(msgspec.Struct, kw_only=True):
 
 
 class Why(NamedTuple):
-    """A cause, and the process or role that it is because of."""
+    """A cause, and the responsible process or role."""
 
     cause: Cause
     by: str = ""
 
 
 def attribute(timeline: Timeline) -> Timeline:
-    """Return the timeline with the cause of each idle span, which is split where that changes."""
-    answers = _answers_of(timeline)
+    """Return the timeline with the cause of each idle span; a span is split where its cause changes."""
+    reasons = _reasons_of(timeline)
     tracks = [
-        msgspec.structs.replace(track, main=list(_attributed(track, answers=answers))) for track in timeline.tracks
+        msgspec.structs.replace(track, main=list(_attributed(track, reasons=reasons))) for track in timeline.tracks
     ]
     return msgspec.structs.replace(timeline, tracks=tracks)
 
 
 def shares(timeline: Timeline, *, begin: float | None = None, end: float | None = None) -> dict[str, Shares]:
-    """Return the seconds of each process inside the window, all its lives together, by its name; trainers first.
+    """Return the seconds of each process inside the window, summed over its lives, by its name; trainers first.
 
-    timeline: with causes (``attribute``); begin, end: another window than its own.
+    timeline: with causes (``attribute``); begin, end: replace the timeline's own window.
     """
     begin, end = timeline.begin if begin is None else begin, timeline.end if end is None else end
     found: dict[str, Shares] = {}
@@ -90,22 +90,22 @@ def shares(timeline: Timeline, *, begin: float | None = None, end: float | None 
 
 
 def place_of(role: str) -> tuple[int, str]:
-    """Return the place of a role from top to bottom: who trains, who makes samples, others, who carries them."""
+    """Return the sort key of a role: trainer, rollouts, other roles, then driver, controller and storage."""
     first, last = (TRAINER, ROLLOUT), (DRIVER, "controller", "storage")
     if role in first:
         return first.index(role), role
     return (4 + last.index(role) if role in last else 3), role
 
 
-class _Answers:
-    """Why a role that waits for something did so, as a function of time that is constant between its boundaries."""
+class _Reasons:
+    """Reasons of a role for waiting, as a function of time that is constant between its boundaries."""
 
     def __init__(self) -> None:
         self._from: list[float] = []
         self._whys: list[Why] = []
 
     def add(self, at: float, why: Why) -> None:
-        """Take in that this is the answer from ``at`` on."""
+        """Set the reason from ``at`` on."""
         if not self._whys or self._whys[-1] != why:
             self._from.append(at)
             self._whys.append(why)
@@ -123,16 +123,16 @@ class _Answers:
             place, begin = place + 1, end
 
 
-def _attributed(track: Track, *, answers: Mapping[tuple[str, str], _Answers]) -> Iterator[Span]:
+def _attributed(track: Track, *, reasons: Mapping[tuple[str, str], _Reasons]) -> Iterator[Span]:
     for span in track.main:
         if span.kind == "idle":
-            yield from answers[track.role, span.waits].during(span)
+            yield from reasons[track.role, span.waits].during(span)
         else:
             yield span
 
 
 class _Change(NamedTuple):
-    """Begin (1) or end (-1) of a span of a track."""
+    """Start (1) or end (-1) of a span of a track."""
 
     at: float
     sign: int
@@ -141,7 +141,7 @@ class _Change(NamedTuple):
     beside: bool
 
 
-def _answers_of(timeline: Timeline) -> Mapping[tuple[str, str], _Answers]:
+def _reasons_of(timeline: Timeline) -> Mapping[tuple[str, str], _Reasons]:
     changes = [
         _Change(at, sign, track, span, beside)
         for track in timeline.tracks
@@ -150,23 +150,23 @@ def _answers_of(timeline: Timeline) -> Mapping[tuple[str, str], _Answers]:
         for at, sign in ((span.begin, 1), (span.end, -1))
     ]
     changes.sort(key=lambda change: change.at)
-    answers: defaultdict[tuple[str, str], _Answers] = defaultdict(_Answers)
-    scene = _Scene(driven=any(track.role == DRIVER for track in timeline.tracks))
+    reasons: defaultdict[tuple[str, str], _Reasons] = defaultdict(_Reasons)
+    state = _State(driven=any(track.role == DRIVER for track in timeline.tracks))
     for place, change in enumerate(changes):
-        scene.take(change)
+        state.apply(change)
         if place + 1 == len(changes) or changes[place + 1].at > change.at:
-            for key in scene.idle:
-                answers[key].add(change.at, scene.why(*key))
-    return answers
+            for key in state.idle:
+                reasons[key].add(change.at, state.why(*key))
+    return reasons
 
 
 @dataclass
-class _Scene:
-    """State of all processes at one moment. driven: whether there is a driver, which knows why it puts no prompts.
+class _State:
+    """State of all processes at one time. driven: whether a driver exists, which records why it puts no prompts.
 
-    idle: processes by their role and what they wait for; generating, training, evaluating, publishing: those that do,
-    the step that each is at; computing: those of other roles that do; starting, lost: by name; beside: spans by role
-    and kind.
+    idle: number of processes by role and by what they wait for; generating, training, evaluating, publishing: the step
+    of each active process, by name; computing: role of each other computing process, by name; starting, lost: role of
+    each process, by name; beside: number of spans by role and kind.
     """
 
     driven: bool
@@ -181,8 +181,8 @@ class _Scene:
     beside: Counter[tuple[str, Kind]] = field(default_factory=Counter)
     swapping: int = 0
 
-    def take(self, change: _Change) -> None:
-        """Take in a change."""
+    def apply(self, change: _Change) -> None:
+        """Apply a change."""
         track, span, sign = change.track, change.span, change.sign
         if change.beside and span.kind == "publish":
             _put(self.publishing, track.name, span.step, sign)
@@ -206,7 +206,7 @@ class _Scene:
             _put(self.computing, track.name, track.role, sign)
 
     def why(self, role: str, waits: str) -> Why:
-        """Return why a process of ``role`` that waits for this is idle now."""
+        """Return the reason why a process of ``role`` that waits for this is idle now."""
         if waits == "lost":
             return Why("lost")
         if waits == "start":
@@ -228,18 +228,18 @@ class _Scene:
         return self._without_prompts() if role == ROLLOUT else self._without_samples(role)
 
     def _served(self) -> Why:
-        """Return why a process is idle that only does what others ask it to."""
+        """Return the reason why a process is idle that only serves requests."""
         if self.generating or self.training or self.computing or self.beside[ROLLOUT, "reward"]:
             return Why("starved")
         if self.evaluating:
             return Why("evaluation")
-        there = any(role == ROLLOUT and waits not in ("lost", "start") for role, waits in self.idle)
-        if absent := self._absent(TRAINER) or (None if there else self._absent(ROLLOUT)):
+        has_rollout = any(role == ROLLOUT and waits not in ("lost", "start") for role, waits in self.idle)
+        if absent := self._absent(TRAINER) or (None if has_rollout else self._absent(ROLLOUT)):
             return absent
         return Why("evaluation" if self._evaluates else "starved")
 
     def _without_samples(self, role: str) -> Why:
-        """Return why the trainer, or a task, has no samples."""
+        """Return the reason why the trainer, or a task, has no samples."""
         if self.beside[role, "fetch"]:
             return Why("data plane")
         if self.generating:
@@ -265,7 +265,7 @@ class _Scene:
         return Why("data plane")
 
     def _without_prompts(self) -> Why:
-        """Return why a rollout has no prompts."""
+        """Return the reason why a rollout has no prompts."""
         held: Cause = "sync" if self.idle[DRIVER, "version"] else "back-pressure"
         limited = not self.driven or bool(self.idle[DRIVER, "version"] or self.idle[DRIVER, "admission"])
         if self.generating:
@@ -297,16 +297,16 @@ class _Scene:
         return bool(self.evaluating or self.beside[DRIVER, "evaluation"])
 
     def _absent(self, role: str) -> Why | None:
-        """Return that a process of ``role`` is lost or starting, if so."""
-        gone: tuple[tuple[Cause, dict[str, str]], ...] = ("lost", self.lost), ("starting", self.starting)
-        for cause, names in gone:
+        """Return the lost or starting process of ``role`` as the reason, None if there is none."""
+        states: tuple[tuple[Cause, dict[str, str]], ...] = ("lost", self.lost), ("starting", self.starting)
+        for cause, names in states:
             if name := next((name for name, of in names.items() if of == role), ""):
                 return Why(cause, name)
         return None
 
     @staticmethod
     def _one(names: Mapping[str, object], role: str) -> str:
-        """Return the only one of them, or their role."""
+        """Return the name if there is only one, otherwise the role."""
         return next(iter(names)) if len(names) == 1 else role
 
 

@@ -1,10 +1,10 @@
 """A timeline as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
 
-Each role is a process of the trace, each process of the run a thread of it, with one more thread for each kind of what
-ran beside. Source: Trace Event Format (Google, 2016): complete events ``X`` in microseconds, instant events ``i``,
-metadata ``M``.
+Each role is a process of the trace, and each process of the run is a thread, with one additional thread for each kind
+of span beside its main ones. Source: Trace Event Format (Google, 2016): complete events ``X`` in microseconds, instant
+events ``i``, metadata ``M``.
 
-Invariant: events of one thread follow one another, so that none is drawn inside another; times count from the first.
+Invariant: events of one thread do not overlap, so none is drawn inside another; times count from the first span.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from asyncflow.timeline.tracks import KINDS, Span, Timeline
 
 _PER_PROCESS = 32
-"""Threads for which a process of the run has numbers: its main track and one for each kind."""
+"""Thread numbers per process of the run: one for its main track, and one for each kind of span."""
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def _named(process: int, thread: int, *, role: str, called: str) -> list[dict[st
 
 def _event(span: Span, *, process: int, thread: int, zero: float, attempt: int) -> dict[str, Any]:
     named = {"step": span.step, "version": span.version}
-    said: dict[str, Any] = {name: value for name, value in named.items() if value >= 0}
-    said |= {name: value for name, value in (("waits", span.waits), ("by", span.by)) if value}
+    arguments: dict[str, Any] = {name: value for name, value in named.items() if value >= 0}
+    arguments |= {name: value for name, value in (("waits", span.waits), ("by", span.by)) if value}
     return {
         "ph": "X",
         "name": f"idle: {span.cause or span.waits}" if span.kind == "idle" else span.kind,
@@ -61,7 +61,7 @@ def _event(span: Span, *, process: int, thread: int, zero: float, attempt: int) 
         "dur": _us(span.seconds),
         "pid": process,
         "tid": thread,
-        "args": {**said, "attempt": attempt},
+        "args": {**arguments, "attempt": attempt},
     }
 
 

@@ -1,11 +1,11 @@
-"""Spans on tracks: when each process of a run did what, and why it was idle; of real roles and of simulated ones.
+"""Spans on tracks: the activities of each process of a run over time, and why it was idle; for real and simulated runs.
 
-A track is one life of one process. Its *main* spans fill that life one after another: what the process did, or that it
-was idle, and why. Spans *beside* them overlap them and each other: a version that is received while sequences run, a
-checkpoint that is written while the next step is trained, a reward that is awaited.
+A track is one life of one process. Its *main* spans fill that life without gaps: an activity of the process, or the
+reason why it was idle. Spans *beside* them may overlap them and each other: a version that is received while sequences
+run, a checkpoint that is written while the next step is trained, a reward that is awaited.
 
-Invariants: the main spans of a track are in order, do not overlap, and their lengths sum to its life; times are Unix
-seconds of one clock (of a simulation: virtual seconds from 0).
+Invariants: the main spans of a track are in order and do not overlap, and their lengths sum to its life; times are Unix
+seconds of one clock (in a simulation: virtual seconds from 0).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Kind = Literal[
     "dispatch",
     "advantage",
 ]
-"""What a process does in a span. compute: a user's task; forward and backward where they are not told apart; the CPU
-time of a driver, controller or storage unit. dispatch, advantage: the driver puts prompts, decides about groups.
+"""Activity of a process in a span. compute: a user's task; forward and backward if they are not measured separately;
+the CPU time of a driver, controller or storage unit. dispatch, advantage: the driver puts prompts, decides on groups.
 """
 
 Cause = Literal[
@@ -52,14 +52,14 @@ Cause = Literal[
     "starting",
     "lost",
 ]
-"""Why a process was idle.
+"""Cause of a process being idle.
 
-starved: what it needs is still made, by the role that ``Span.by`` names; tail: the others finish the last sequences of
-a step, and there is no prompt for this one; sync: other weights are published, received or waited for; back-pressure:
-the limit on staleness or on prompts in flight lets nothing out until the role that ``Span.by`` names has gone on;
-reward: samples wait for their rewards; data plane: what it needs is there and on its way (claim, fetch, queue, ledger);
-evaluation: held-out prompts run elsewhere; starting: a process that it needs, or it, starts; lost: the process was
-killed or silent.
+starved: its input is not yet produced, by the role in ``Span.by``; tail: other processes finish the last sequences of a
+step, and no prompt is left for this one; sync: it waits until other weights are published or received; back-pressure:
+the limit on staleness or on prompts in flight blocks new prompts until the role in ``Span.by`` has made progress;
+reward: samples wait for their rewards; data plane: its input exists, but is still being transferred (claim, fetch,
+queue, ledger); evaluation: held-out prompts run elsewhere; starting: it, or a process that it needs, is starting; lost:
+the process was killed or silent.
 """
 
 KINDS: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
@@ -82,21 +82,22 @@ WAITS: Final = (
     "end",
     "lost",
 )
-"""Reasons to wait that a process knows by itself.
+"""Reasons to wait that a process itself records.
 
-claim: rows; fetch: their columns; weights, permit: other weights, the right to load them; reward: of its samples;
-delivery: the queue has to take its samples; queue: any other answer of the queue or the driver; calls: of a server,
-what others ask it. Of the driver: version: no prompt may go out before a version is published; admission: nor, because
-of a limit on staleness or on prompts in flight; dispatched: all prompts are out; evaluation: held-out prompts are.
-start: a role that has to be there first; end: the job's; lost: it is not known, since the process was gone.
+claim: for rows; fetch: for their columns; weights, permit: for other weights, or for the right to load them; reward:
+for rewards of its samples; delivery: for the queue to accept its samples; queue: for another answer of the queue or the
+driver; calls: a server without requests. Reasons of the driver: version: no prompt may be dispatched before a version
+is published; admission: a limit on staleness or on prompts in flight is reached; dispatched: all prompts are in flight;
+evaluation: held-out prompts are in flight. start: for a role that must start first; end: for the end of the job; lost:
+unknown, because the process had been lost.
 """
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a process did. step, version: that it worked on and with, -1 where it has none.
+    """One activity of a process. step, version: that it worked on and with, -1 if it has none.
 
-    waits: of an idle span, what the process itself knew that it waited for (``WAITS``);
-    cause, by: what the spans of all processes together say (``timeline.causes``).
+    waits: for an idle span, the reason that the process itself recorded (``WAITS``);
+    cause, by: derived from the spans of all processes (``timeline.causes``).
     """
 
     kind: Kind
@@ -115,7 +116,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of one process. killed: it ended without having said so."""
+    """One life of one process. killed: whether it ended without recording its end."""
 
     role: str
     index: int
@@ -131,17 +132,17 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def begin(self) -> float:
-        """When it began."""
+        """Start of the life."""
         return self.main[0].begin
 
     @property
     def end(self) -> float:
-        """When it ended, or was seen last."""
+        """End of the life, or the time of the last record."""
         return self.main[-1].end
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened at one moment: a kill, a change of the number of rollouts, an evaluation. of: whose."""
+    """An event at one time: a kill, a change of the number of rollouts, an evaluation. of: the affected process."""
 
     at: float
     what: str
@@ -149,7 +150,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. begin, end: the window in which its time is counted, Unix seconds."""
+    """The timeline of a run. begin, end: the window in which its time is counted, Unix seconds."""
 
     tracks: Sequence[Track]
     marks: Sequence[Mark] = ()
@@ -157,5 +158,5 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     end: float
 
     def first(self, what: str) -> float | None:
-        """Return when ``what`` happened for the first time, None where it did not."""
+        """Return the time of the first event ``what``, None if there is none."""
         return next((mark.at for mark in self.marks if mark.what == what), None)
