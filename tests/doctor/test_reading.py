@@ -11,7 +11,7 @@ from runs_seen import EXAMPLES, life, steps
 
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.doctor.checks import examine
-from asyncflow.doctor.reading import ToldEvidence, address_of, read
+from asyncflow.doctor.reading import EvidenceReply, address_of, read
 from asyncflow.driver.presence import MOST_LINES, evidence_of
 from asyncflow.errors import ManifestError
 
@@ -84,7 +84,7 @@ def test_what_a_driver_tells_of_the_manifest_has_no_free_settings_and_is_a_manif
         lives={},
         rewards={"scored": 1},
     )
-    answer = msgspec.json.decode(msgspec.json.encode(told), type=ToldEvidence)
+    answer = msgspec.json.decode(msgspec.json.encode(told), type=EvidenceReply)
     assert "hush" not in json.dumps(told)
     assert len(answer.steps) == MOST_LINES
     assert answer.steps[-1] == {"at": MOST_LINES + 4.0}

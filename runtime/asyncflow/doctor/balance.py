@@ -146,8 +146,8 @@ def publication_stall(evidence: Evidence) -> Words | None:
     share = evidence.trainer_share("publish_s")
     if share is None or len(evidence.timed) < FEWEST_STEPS or share < PUBLISHES:
         return None
-    took = evidence.values("publication_s", 100)
-    mean = f"; one takes {seconds(statistics.fmean(took))}" if took else ""
+    durations = evidence.values("publication_s", 100)
+    mean = f"; one takes {seconds(statistics.fmean(durations))}" if durations else ""
     return Words(
         f"the trainer waits {percent(share)} of its time for publications",
         f"a step takes {seconds(evidence.step_s or 0.0)}{mean}: a version is not yet copied when the next one is ready",
@@ -230,8 +230,8 @@ def tail(evidence: Evidence) -> Words | None:
 def data_plane(evidence: Evidence) -> Words | None:
     """Find processes that wait for the queue itself."""
     shares = {
-        role: known.get("data plane", 0.0) / evidence.lived[role]
-        for role, known in evidence.causes.items()
+        role: by_cause.get("data plane", 0.0) / evidence.lived[role]
+        for role, by_cause in evidence.causes.items()
         if evidence.lived.get(role, 0.0) > 0 and role in ("trainer", "rollout")
     }
     if not shares or len(evidence.timed) < FEWEST_STEPS:

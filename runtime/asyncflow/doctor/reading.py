@@ -43,8 +43,8 @@ class RewardOutcomes(msgspec.Struct, frozen=True):
     first_failure: str = ""
 
 
-class ToldEvidence(msgspec.Struct, frozen=True):
-    """Answer of ``GET /v1/evidence``."""
+class EvidenceReply(msgspec.Struct, frozen=True):
+    """Reply to ``GET /v1/evidence``."""
 
     job: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -89,7 +89,7 @@ def read_folder(folder: Path) -> Evidence:
     rewards = _json(folder / REWARDS, RewardOutcomes) or RewardOutcomes()
     return _evidence(
         load_job(folder / JOB),
-        ToldEvidence(
+        EvidenceReply(
             job={},
             steps=new_lines(folder / METRICS, 0)[0],
             events=new_lines(folder / EVENTS, 0)[0],
@@ -122,7 +122,7 @@ def read_driver(url: str) -> Evidence:
         hint = "On Kubernetes: kubectl port-forward pod/JOB-driver-0 9571, then 127.0.0.1:9571"
         raise ManifestError("no driver of a job answers there", where=url, hint=hint)
     try:
-        known = msgspec.json.decode(answer, type=ToldEvidence)
+        known = msgspec.json.decode(answer, type=EvidenceReply)
     except msgspec.MsgspecError as error:
         raise ManifestError(f"the answer is not that of a driver: {error}", where=f"{url}/v1/evidence") from error
     job = load_job(io.BytesIO(msgspec.json.encode(known.job)))
@@ -130,7 +130,7 @@ def read_driver(url: str) -> Evidence:
 
 
 def _evidence(
-    job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NO_SHARES
+    job: RLJob, known: EvidenceReply, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NO_SHARES
 ) -> Evidence:
     causes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     lived: defaultdict[str, float] = defaultdict(float)

@@ -108,10 +108,10 @@ def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> 
     gain = f"a step takes {seconds_text(best.step_s)} instead of {seconds_text(now.step_s)} ({ratio:.2f}x)"
     moved = best.split.trainer.devices - now.split.trainer.devices
     if now.split.devices == best.split.devices and moved:
-        way = "generation to the trainer" if moved > 0 else "the trainer to generation"
+        direction = "generation to the trainer" if moved > 0 else "the trainer to generation"
         return (
             f"In the manifest's split {sides}: {_work(now)}, so {balance(now, devices=problem.devices)} of "
-            f"{problem.devices} devices would train in balance; move {abs(moved)} from {way}, and with "
+            f"{problem.devices} devices would train in balance; move {abs(moved)} from {direction}, and with "
             f"{best.split.name} {gain}."
         )
     return f"In the manifest's split, {now.split.name}, {sides}; with {best.split.name} {gain}."

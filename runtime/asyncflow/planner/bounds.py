@@ -126,14 +126,14 @@ def bound_of(work: StepWork, schedule: ScheduleSpec, split: Split) -> Bound:
     else:
         last = cost.compute_s / max(1.0, work.samples)
         alone = engine.token_s * work.responses.longest(work.samples) + engine.prefill_s
-        way = (alone + last + cost.optimizer_s + engine.swap_s) / (schedule.lag + 1)
+        version_s = (alone + last + cost.optimizer_s + engine.swap_s) / (schedule.lag + 1)
         carried = schedule.swap_at == "token"
-        ways: tuple[tuple[float, Limit], ...] = (
+        limits: tuple[tuple[float, Limit], ...] = (
             (cost.step_s, "training"),
             (generates, "generation"),
-            (0.0 if carried else way, "lag"),
+            (0.0 if carried else version_s, "lag"),
         )
-        seconds, limit = max(ways, key=lambda pair: pair[0])
+        seconds, limit = max(limits, key=lambda pair: pair[0])
         tail = 0.0
     return Bound(
         step_s=slack(work) * seconds,

@@ -224,8 +224,8 @@ def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout
     attended = work.prompt + work.responses.mean
     forward = shape.forward(context=attended / 2)
     models = 2 if work.critic else 1
-    again = 1 if layout.recompute else 0
-    passes = models * (3 + again) + work.passes / work.epochs
+    recomputed = 1 if layout.recompute else 0
+    passes = models * (3 + recomputed) + work.passes / work.epochs
     compute = trained * forward * passes / (layout.devices * device.flops(work.compute) * device.train)
     updates = work.epochs * work.updates
     batches = max(1.0, trained / updates / layout.dp / work.pack)
@@ -335,10 +335,10 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
     models = 2 if work.critic else 1
     width = BYTES[work.compute]
     if work.megatron:
-        kept = MOMENTS + (BYTES["float32"] if width == 2 else 0)
+        state_bytes = MOMENTS + (BYTES["float32"] if width == 2 else 0)
 
         def held(parameters: int, *, cut: int) -> float:
-            return parameters / cut * (width + GRADIENT + kept / (layout.devices / cut))
+            return parameters / cut * (width + GRADIENT + state_bytes / (layout.devices / cut))
 
         common, routed = layout.cuts
         experts = held(shape.routed, cut=routed)

@@ -185,7 +185,7 @@ def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
     }
 
 
-def summary(found: Ranked) -> str:
+def summary(ranked: Ranked) -> str:
     """Return the extent of a search in one line."""
-    certain = "no other can be better" if found.proven else "the others are expected to be slower"
-    return f"{found.tried} simulations, {found.possible} divisions that fit; {certain}"
+    certain = "no other can be better" if ranked.proven else "the others are expected to be slower"
+    return f"{ranked.tried} simulations, {ranked.possible} divisions that fit; {certain}"

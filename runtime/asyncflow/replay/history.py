@@ -78,8 +78,8 @@ class RunHistory:
         """Return whether weights are lost: a later attempt started before them, and did not reproduce them."""
         if not any(attempt > version.attempt and step < version.step for attempt, step in self.begins.items()):
             return False
-        again = self.steps.get(version.step)
-        repeated = None if again is None else self.digests.get(Version(again.attempt, version.step))
+        valid = self.steps.get(version.step)
+        repeated = None if valid is None else self.digests.get(Version(valid.attempt, version.step))
         return repeated is None or repeated != self.digests.get(version)
 
     def step(self, number: int) -> RecordedStep:

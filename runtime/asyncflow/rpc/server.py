@@ -42,7 +42,7 @@ _MOST_UNSENT = 64 << 20
 _MOST_AT_ONCE = 2
 """Calls of a peer that start in one iteration of the loop: a reply counts as unsent only once it exists."""
 _MOST_RUNNING = 2
-"""Running calls of a peer above which no more start until it has read its replies."""
+"""Number of running calls of a peer at which no more start until it has read its replies."""
 _IDLE_S = 60.0
 """Seconds without a message after which a peer may be closed for another one; it reconnects at its next call."""
 _TLS_BUFFER = 48 << 10

@@ -279,10 +279,10 @@ class Incoming:
     def _mapped(self) -> _Mapping:
         if self._file < 0:
             raise ProtocolError("a part magic through an arena that is closed")
-        made = self._mapping = _Mapping(self._file, self._pages * PAGE)
+        mapping = self._mapping = _Mapping(self._file, self._pages * PAGE)
         os.close(self._file)
         self._file = -1
-        return made
+        return mapping
 
 
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"

@@ -44,7 +44,7 @@ class VersionList:
         """Return whether a version is available."""
         return self._by_step.get(version.step) == version
 
-    def place(self, version: Version) -> int:
+    def count_pull(self, version: Version) -> int:
         """Return the number of previous pulls of a version, and count one more."""
         place = self._pulls.get(version, 0)
         self._pulls[version] = place + 1

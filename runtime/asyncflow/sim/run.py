@@ -132,7 +132,7 @@ class World:
         """Return the seconds of the next pull of a version."""
         if self.scenario.colocated is not None:
             return 0.0
-        return self.scenario.models.link.seconds(self.catalogue.place(version))
+        return self.scenario.models.link.seconds(self.catalogue.count_pull(version))
 
     def written_at(self, row: SimulatedRow) -> float:
         """Return the time at which a sample with its reward is complete in the queue."""

@@ -171,11 +171,11 @@ class RoleMetrics:
         Labels are appended to the name: ``sequences_total{length}``.
         """
         prefix = f"asyncflow_{self.role}_"
-        wanted = {f"{prefix}{what}{end}" for what in (*self.reported, "insecure") for end in ("", *_SERIES)}
+        names = {f"{prefix}{what}{end}" for what in (*self.reported, "insecure") for end in ("", *_SERIES)}
         found: dict[str, float] = {}
-        for family in self.registry.restricted_registry(wanted).collect():
+        for family in self.registry.restricted_registry(names).collect():
             for sample in family.samples:
-                if sample.name in wanted:
+                if sample.name in names:
                     label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
                     found[sample.name.removeprefix(prefix) + label] = sample.value
         return found

@@ -269,8 +269,8 @@ class _State:
         held: Cause = "sync" if self.idle[DRIVER, "version"] else "back-pressure"
         limited = not self.driven or bool(self.idle[DRIVER, "version"] or self.idle[DRIVER, "admission"])
         if self.generating:
-            behind = limited and self.training and min(self.training.values()) < min(self.generating.values())
-            if behind:
+            lags = limited and self.training and min(self.training.values()) < min(self.generating.values())
+            if lags:
                 return Why(held, self._one(self.training, TRAINER))
             return Why("tail", self._one(self.generating, ROLLOUT))
         if self.training:
