@@ -209,7 +209,7 @@ def test_a_part_that_cannot_lie_there_is_a_protocol_error(page, size) -> None:
 def test_no_byte_that_the_other_side_writes_releases_what_it_was_not_given() -> None:
     outgoing, incoming = small(65)
     first, second = outgoing.put(noise(3 * PAGE)), outgoing.put(noise(3 * PAGE))
-    memory = np.frombuffer(incoming._mapped(), np.uint8)
+    memory = np.frombuffer(incoming._map_file(), np.uint8)
     memory[:PAGE] = 255
     memory[:PAGE][second : second + 1] = FREE
     assert outgoing.put(noise(62 * PAGE)) is None

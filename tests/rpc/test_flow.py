@@ -422,14 +422,14 @@ async def test_a_large_part_that_comes_in_small_chunks_is_there_with_its_last_by
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Leave no memory when a large part is to go for the ``at``-th time."""
-    calls, cut = iter(range(1, 100)), Outbox._cut
+    calls, cut = iter(range(1, 100)), Outbox._encode
 
     def failing(outbox: Outbox, parts: Sequence[Buffer]) -> Any:
         if any(memoryview(part).nbytes >= LARGE for part in parts) and next(calls) == at:
             raise MemoryError
         return cut(outbox, parts)
 
-    monkeypatch.setattr(Outbox, "_cut", failing)
+    monkeypatch.setattr(Outbox, "_encode", failing)
 
 
 @pytest.mark.usefixtures("way")

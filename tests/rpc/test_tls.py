@@ -122,7 +122,7 @@ def test_the_end_of_a_certificate_is_known(given: Given):
 
 
 def test_a_renewed_certificate_is_shown_to_the_next_peer(given: Given, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_INTERVAL_S", 0.0)
     ours, theirs = Credentials(given("rollout", 3)), Credentials(given("controller"))
 
     def serial() -> int:
@@ -140,7 +140,7 @@ def test_a_renewed_certificate_is_shown_to_the_next_peer(given: Given, monkeypat
 def test_files_that_do_not_belong_together_are_not_used_yet(
     given: Given, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_INTERVAL_S", 0.0)
     answerer, folder = given("controller"), given("rollout", 3)
     ours, theirs = Credentials(folder), Credentials(answerer)
     other = AUTHORITY.leaf("rollout", 3, period=period_of(time.time()) - 1)

@@ -82,10 +82,10 @@ def taking_turns(evidence: Evidence) -> Words | None:
     waits, idle = evidence.trainer_share("wait_s"), evidence.idle_shares.get("rollout")
     if len(evidence.timed) < FEWEST_STEPS or waits is None or idle is None or min(waits, idle) < BOTH:
         return None
-    schedule, works, makes = evidence.spec.schedule, 1 - waits, 1 - idle
+    schedule, training, generating = evidence.spec.schedule, 1 - waits, 1 - idle
     gain = (
-        f"overlapped, a step could take {percent(max(works, makes))} of its time ({percent(works)} training, "
-        f"{percent(makes)} generating)"
+        f"overlapped, a step could take {percent(max(training, generating))} of its time "
+        f"({percent(training)} training, {percent(generating)} generating)"
     )
     why = (
         f"the trainer waits {percent(waits)} of its time and the rollouts {percent(idle)} of their time"

@@ -157,7 +157,7 @@ class Evidence:
                 if before.left:
                     continue
                 others = (life for life in self.lives.values() if life is not before and life is not after)
-                lost[before.role] += any(_spans(life, before.seen, after.started) for life in others)
+                lost[before.role] += any(_covers(life, before.seen, after.started) for life in others)
         return +lost
 
     @property
@@ -170,7 +170,7 @@ _ALIVE_S = 6.0
 """Seconds since the newest report of any process after which a silent process counts as ended; the driver waits 5 s."""
 
 
-def _spans(life: Life, begin: float, end: float) -> bool:
+def _covers(life: Life, begin: float, end: float) -> bool:
     return life.started < begin and life.seen > end
 
 

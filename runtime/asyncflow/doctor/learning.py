@@ -51,11 +51,11 @@ def constant_reward(evidence: Evidence) -> Words | None:
     silent, of = evidence.silent(len(same)), evidence.samples_of_step
     if silent and min(silent) < of:
         return None
-    nothing = f", and all {of} samples of each step have the advantage 0" if silent else ""
+    no_advantage = f", and all {of} samples of each step have the advantage 0" if silent else ""
     return Words(
         f"the reward is always {rewards[-1]:g}",
-        f"the mean reward of each of the last {len(same)} steps (of {len(rewards)}) is {rewards[-1]:g}{nothing}: good "
-        "and bad responses cannot be distinguished",
+        f"the mean reward of each of the last {len(same)} steps (of {len(rewards)}) is {rewards[-1]:g}{no_advantage}: "
+        "good and bad responses cannot be distinguished",
         f"compare responses with answers (asyncflow samples DIR): reward.function ({_functions(evidence)}) or its "
         "extractor does not fit them, or the prompts are too hard; at least one sample of a group of "
         f"{evidence.spec.algorithm.group_size} must get a different reward",

@@ -82,9 +82,9 @@ def _training(trainer: TrainerPlan) -> str:
 
 def _generation(engine: EnginePlan) -> str:
     full = engine.full
-    bytes_win = full.read_s >= full.compute_s
+    memory_bound = full.read_s >= full.compute_s
     parts = {
-        "memory bandwidth" if bytes_win else "compute": max(full.read_s, full.compute_s),
+        "memory bandwidth" if memory_bound else "compute": max(full.read_s, full.compute_s),
         "tensor parallel": full.reduce_s,
         "tokens to experts and back": full.exchange_s,
         "launches and sampling": full.rest_s,
@@ -97,7 +97,7 @@ def _generation(engine: EnginePlan) -> str:
 def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> str:
     """Return one sentence with its arithmetic. now: the manifest's own split, None if it does not fit."""
     if now is None:
-        return _of_best(problem, best)
+        return _best_split_advice(problem, best)
     idle = now.outcome
     sides = f"generation is idle {idle.generation_idle:.0%} of a step, the trainer {idle.training_idle:.0%}"
     if now.step_s <= best.step_s * (1 + _SAME):
@@ -117,7 +117,7 @@ def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> 
     return f"In the manifest's split, {now.split.name}, {sides}; with {best.split.name} {gain}."
 
 
-def _of_best(problem: SplitProblem, best: Candidate) -> str:
+def _best_split_advice(problem: SplitProblem, best: Candidate) -> str:
     outcome = best.outcome
     idle = max(outcome.generation_idle, outcome.training_idle)
     which = "generation" if outcome.generation_idle >= outcome.training_idle else "the trainer"

@@ -34,9 +34,9 @@ def described(schedule: ScheduleSpec) -> str:
 def changes(spec: RLJobSpec, after: ScheduleSpec) -> list[str]:
     """Return the ``--set`` arguments that give a job another schedule."""
     old, new = (each.model_dump(by_alias=True, mode="json", exclude_none=True) for each in (spec.schedule, after))
-    needless = spec.weight_sync.stagger is not None and after.update != "staggered"
+    drop_stagger = spec.weight_sync.stagger is not None and after.update != "staggered"
     values = [f"schedule.{name}={value}" for name, value in new.items() if old.get(name) != value]
-    return [*values, *(["weightSync.stagger=null"] if needless else [])]
+    return [*values, *(["weightSync.stagger=null"] if drop_stagger else [])]
 
 
 def _tried(own: ScheduleSpec) -> Iterator[Mapping[str, Any]]:

@@ -146,10 +146,10 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
     algorithm, backend, sampling = spec.algorithm, spec.trainer.backend, spec.sampling
     options = backend.options
     compares = algorithm.kl.coefficient > 0 or algorithm.name in ("dpo", "ipo")
-    inside = compares and spec.reference is None
+    reference_in_trainer = compares and spec.reference is None
     updates = algorithm.epochs * algorithm.mini_batches
     old = algorithm.old == "lagged" or (algorithm.old == "recompute" and updates > 1)
-    narrow = backend.precision != "float32"
+    is_16_bit = backend.precision != "float32"
     usual_pack = _PACK_CPU if spec.trainer.accelerator.profile == "cpu" else _PACK
     checkpointing = options.get("gradient_checkpointing")
     return StepWork(
@@ -161,12 +161,12 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
         pack=backend.tokens_per_micro_batch or max(usual_pack, spec.longest),
         slots=spec.rollout.engine.slots,
         shared=backend.packing == "shared-prompt",
-        passes=int(inside) + int(old),
+        passes=int(reference_in_trainer) + int(old),
         epochs=algorithm.epochs,
         updates=algorithm.mini_batches,
-        reference=inside,
+        reference=reference_in_trainer,
         critic=algorithm.name == "ppo",
-        compute="bfloat16" if narrow else "float32",
+        compute="bfloat16" if is_16_bit else "float32",
         holds="bfloat16" if backend.precision == "bf16-stochastic" else "float32",
         engine=spec.rollout.engine.dtype,
         published=spec.published_dtype,

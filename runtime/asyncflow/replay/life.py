@@ -41,7 +41,7 @@ class SampleHistory:
     _rows: set[int] = field(default_factory=set)
     _place: int = 0
     _leases: dict[int, HistoryEntry] = field(default_factory=dict)
-    _times: Counter[str] = field(default_factory=Counter)
+    _lease_counts: Counter[str] = field(default_factory=Counter)
     _staged: int | None = None
 
     def see(self, event: ev.Event) -> None:
@@ -114,8 +114,8 @@ class SampleHistory:
     def _leased(self, event: ev.Leased) -> None:
         if self._rows.isdisjoint(event.rows):
             return
-        self._times[event.task] += 1
-        time = f" for the {_ordinal(self._times[event.task])} time" if self._times[event.task] > 1 else ""
+        self._lease_counts[event.task] += 1
+        time = f" for the {_ordinal(self._lease_counts[event.task])} time" if self._lease_counts[event.task] > 1 else ""
         entry = self._add(f"task {event.task}: leased{time} by {event.worker}", task=event.task)
         entry.open, self._leases[event.lease] = True, entry
 

@@ -46,8 +46,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     where, slash, server = address.removeprefix(SCHEME).partition("/")
     host, _, port = where.rpartition(":")
     number = "0" if port == "*" else port
-    placed = address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT
-    if not placed or (slash and not _SERVER.fullmatch(server)):
+    valid = address.startswith(SCHEME) and host and number.isdecimal() and int(number) <= _LAST_PORT
+    if not valid or (slash and not _SERVER.fullmatch(server)):
         hint = f"An address is {SCHEME}HOST:PORT[/SERVER], SERVER {2 * SERVER_SIZE} hexadecimal digits, not all 0"
         raise ManifestError(f"{address!r} is not an address", hint=hint)
     return EVERYWHERE if host == "*" else host.strip("[]"), int(number)
@@ -164,7 +164,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
     if not where[1] and server == ANYBODY:
         server = new_server()
     try:
-        sock = await _bound((await places_of(*where, within_s=_BIND_S))[0])
+        sock = await _bind((await places_of(*where, within_s=_BIND_S))[0])
     except OSError as error:
         hint = "Another process may hold that address: choose another one or end that process"
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
@@ -176,7 +176,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
         raise
 
 
-async def _bound(place: Place) -> socket.socket:
+async def _bind(place: Place) -> socket.socket:
     deadline = asyncio.get_running_loop().time() + _BIND_S
     waits = delays(longest=_LONGEST_DELAY_S)
     while True:

@@ -219,12 +219,12 @@ class Directory:
     def sweep(self) -> list[Member]:
         """Remove and return all members silent for ``lost_after_s``. Call it about every ``heartbeat_s``."""
         now = self._clock()
-        asleep = max(0.0, now - self._swept - 2 * self.heartbeat_s)
+        paused_s = max(0.0, now - self._swept - 2 * self.heartbeat_s)
         self._swept = now
-        if asleep:
-            log.warning("the directory itself did not run for %.1f s", asleep)
+        if paused_s:
+            log.warning("the directory itself did not run for %.1f s", paused_s)
             for entry in self._entries.values():
-                entry.seen = min(now, entry.seen + asleep)
+                entry.seen = min(now, entry.seen + paused_s)
         lost = [place for place, entry in self._entries.items() if now - entry.seen >= self.lost_after_s]
         members = [self._entries[place].member for place in lost]
         for place in lost:

@@ -116,7 +116,7 @@ class Inbox:
                 if block is None:
                     break
                 begin += LENGTH.size + len(block)
-                self._cut_up(block)
+                self._parse_block(block)
             if not self._missing:
                 whole.append(self._parts)
                 self._parts = []
@@ -156,7 +156,7 @@ class Inbox:
         begin += LENGTH.size
         return memoryview(self._stream[begin : begin + size]) if len(self._stream) - begin >= size else None
 
-    def _cut_up(self, block: memoryview) -> None:
+    def _parse_block(self, block: memoryview) -> None:
         """Start the message that ``block`` describes: take its small parts, and allocate memory for the large ones."""
         (count,) = COUNT.unpack_from(block)
         at = COUNT.size + 8 * count
@@ -193,7 +193,7 @@ class Outbox:
         self._put = put
         self._messages: dict[Hashable, tuple[Sequence[Buffer], int]] = {}
         self._waiting = 0
-        self._under_way = 0
+        self._in_progress = 0
         self._extents: Iterator[Buffer] | None = None
 
     def __len__(self) -> int:
@@ -221,14 +221,14 @@ class Outbox:
             if self._messages:
                 parts, size = self._messages.pop(next(iter(self._messages)))
                 self._waiting -= size
-                piece, self._extents = self._cut(parts)
+                piece, self._extents = self._encode(parts)
         return piece
 
     def close(self) -> None:
         """Release all unsent messages; nothing more is sent."""
         self._messages.clear()
         self._extents = None
-        self._waiting = self._under_way = 0
+        self._waiting = self._in_progress = 0
 
     @property
     def idle(self) -> bool:
@@ -238,9 +238,9 @@ class Outbox:
     @property
     def unsent(self) -> int:
         """Number of unsent bytes, large parts included."""
-        return self._waiting + self._under_way
+        return self._waiting + self._in_progress
 
-    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+    def _encode(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
         """Return the block of a message, and an iterator of the chunks of its large parts, None if it has none."""
         words: list[int] = []
         small: list[Buffer] = []
@@ -256,14 +256,14 @@ class Outbox:
             words.append(size if page is None else _IN_SHARED_MEMORY | page << _SIZE_BITS | size)
             if page is None:
                 large.append(view)
-        self._under_way = sum(map(len, large))
-        return _block(words, small), self._rest(large) if large else None
+        self._in_progress = sum(map(len, large))
+        return _block(words, small), self._chunks(large) if large else None
 
-    def _rest(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
+    def _chunks(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
         for view in large:
             for begin in range(0, len(view), PIECE):
                 piece = view[begin : begin + PIECE]
-                self._under_way -= len(piece)
+                self._in_progress -= len(piece)
                 yield piece
 
 
@@ -365,8 +365,8 @@ to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
 to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
 error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
 
-_building = threading.Lock()
-os.register_at_fork(before=_building.acquire, after_in_parent=_building.release, after_in_child=_building.release)
+_build_lock = threading.Lock()
+os.register_at_fork(before=_build_lock.acquire, after_in_parent=_build_lock.release, after_in_child=_build_lock.release)
 
 
 def encode_request(method: str, request: Struct) -> bytes:
@@ -383,7 +383,7 @@ def decoder_of(kind: Hashable) -> msgspec.msgpack.Decoder[Any]:
 
     A fork waits until no decoder is being built.
     """
-    with _building:
+    with _build_lock:
         return msgspec.msgpack.Decoder(kind)
 
 

@@ -62,7 +62,7 @@ class Caller(Connection):
         self.running: dict[int, asyncio.Future[Reply]] = {}
         self._server = server
         self._waiting: deque[list[memoryview]] = deque()
-        self._has_turn = False
+        self._start_scheduled = False
         self._expiry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.heard = self._loop.time()
@@ -88,7 +88,7 @@ class Caller(Connection):
         """Start a few calls at the same time, as long as the caller reads its replies; the other calls wait."""
         self.heard = self._loop.time()
         self._waiting.extend(messages)
-        if not self._has_turn:
+        if not self._start_scheduled:
             self._start_some()
 
     def send_answer(self, call: int, parts: Sequence[Buffer]) -> None:
@@ -99,8 +99,8 @@ class Caller(Connection):
 
     def resume(self) -> None:
         """Continue with the waiting calls, which wait for the caller to read or for one of its calls to end."""
-        if self._waiting and not self._has_turn and self._may_start and not self.closed:
-            self._has_turn = True  # not started here: a handler that sends must end before the next one starts
+        if self._waiting and not self._start_scheduled and self._may_start and not self.closed:
+            self._start_scheduled = True  # not started here: a handler that sends must end before the next one starts
             self._loop.call_soon(self._start_some)
 
     def resume_writing(self) -> None:
@@ -126,7 +126,7 @@ class Caller(Connection):
         return self.idle or (len(self.running) < _MOST_RUNNING and self.outbox.unsent <= _MOST_UNSENT)
 
     def _start_some(self) -> None:
-        self._has_turn = False
+        self._start_scheduled = False
         for _ in range(_MOST_AT_ONCE):
             if self._waiting and self._may_start:
                 self._server.deliver(self, self._waiting.popleft())

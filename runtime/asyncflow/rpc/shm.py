@@ -142,11 +142,11 @@ class Outgoing:
         """Copy a part into the arena; return its first page, None if there is no room."""
         pages = pages_of(len(part))
         if self._map is not None:
-            self._take_back(self._map)
+            self._reclaim(self._map)
         page = self._heap.take(pages)
         if page is None:
             return None
-        memory = self._filled_to(page + pages)
+        memory = self._allocate_to(page + pages)
         if memory is None:
             self._heap.give_back(page)
             return None
@@ -161,7 +161,7 @@ class Outgoing:
             self._heap = Heap(first=0, end=0)
             _ALLOWANCE.give(self._filled)
 
-    def _take_back(self, memory: mmap.mmap) -> None:
+    def _reclaim(self, memory: mmap.mmap) -> None:
         """Free the places that the receiver has released."""
         released, page = memory[: self._filled], 0
         while (page := released.find(FREE, page)) >= 0:
@@ -170,7 +170,7 @@ class Outgoing:
                 self._heap.give_back(page)
             page += 1
 
-    def _filled_to(self, end: int) -> mmap.mmap | None:
+    def _allocate_to(self, end: int) -> mmap.mmap | None:
         """Return the memory after allocating the pages up to ``end``; None if they cannot be allocated."""
         if end > self._filled:
             more = end - self._filled
@@ -242,7 +242,7 @@ class Incoming:
 
     def take(self, page: int, size: int) -> memoryview:
         """Return a part that the sender has put at ``page``."""
-        mapping = self._mapping or self._mapped()
+        mapping = self._mapping or self._map_file()
         ended = mapping.ended
         while ended:
             self._in_use -= ended.popleft()
@@ -276,7 +276,7 @@ class Incoming:
                 free = max(free, page + pages_of(size))
             mapping.discard(free, self._pages)
 
-    def _mapped(self) -> _Mapping:
+    def _map_file(self) -> _Mapping:
         if self._file < 0:
             raise ProtocolError("a part magic through an arena that is closed")
         mapping = self._mapping = _Mapping(self._file, self._pages * PAGE)

@@ -29,7 +29,7 @@ _ByTls = Literal["no_tls", "no_certificate", "expired", "other_authority", "othe
 Reason: TypeAlias = _ByTls | Literal["hung_up", "other_user", "late", "full", "protocol"]
 """Reason why a peer is refused, as counters name it."""
 
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 _NOT_VALID_NOW = (9, 10)
 """X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL."""
 _UNUSABLE = (ssl.SSLError, OSError, ValueError, AsyncFlowError)
@@ -54,7 +54,7 @@ class Credentials:
         self.folder = folder
         self.reload_errors = 0
         self._stamp: object = None
-        self._looked = -_LOOK_S
+        self._checked_at = -_CHECK_INTERVAL_S
         try:
             self._stamp = self._stamp_now()
             self._load()
@@ -105,9 +105,9 @@ class Credentials:
     def look(self) -> None:
         """Read the files again if they have changed. Called for each new connection."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_S:
+        if now - self._checked_at < _CHECK_INTERVAL_S:
             return
-        self._looked = now
+        self._checked_at = now
         try:
             if (stamp := self._stamp_now()) == self._stamp:
                 return

@@ -101,8 +101,10 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
         step_s = fmean(step["wall_s"] for step in counted)
         generating_s = recorded.generating_s * scenario.steps / len(recorded.steps)
         tried = [_scaled(scenario, share, generating_s, seed=spec.algorithm.seed) for share in _SHARES]
-        scenario = min(tried, key=lambda each: abs(_check(each, spec.algorithm.seed).step_s(without=WITHOUT) - step_s))
-    return Fitted(scenario.models, _check(scenario, spec.algorithm.seed))
+        scenario = min(
+            tried, key=lambda each: abs(_simulate(each, spec.algorithm.seed).step_s(without=WITHOUT) - step_s)
+        )
+    return Fitted(scenario.models, _simulate(scenario, spec.algorithm.seed))
 
 
 def lengths_of(samples: Sequence[Drawn], *, most: int) -> Lengths:
@@ -164,8 +166,8 @@ def _compute_of(
             return float(slot_s), float(token_s)
         by_slot = float(seconds @ counts / (counts @ counts))
         by_token = float(seconds @ tokens / (tokens @ tokens))
-        misses = (np.abs(seconds - by_slot * counts).sum(), np.abs(seconds - by_token * tokens).sum())
-        return (by_slot, 0.0) if misses[0] < misses[1] else (0.0, by_token)
+        errors = (np.abs(seconds - by_slot * counts).sum(), np.abs(seconds - by_token * tokens).sum())
+        return (by_slot, 0.0) if errors[0] < errors[1] else (0.0, by_token)
     return 0.0, float(seconds @ tokens / (tokens @ tokens))
 
 
@@ -215,17 +217,17 @@ def _scaled(scenario: Scenario, share: float, generating_s: float, *, seed: int)
     for _ in range(_TRIES):
         engine = scenario.models.engine
         engine = msgspec.structs.replace(engine, share_s=share * engine.token_s)
-        spent = _check(_with(scenario, engine), seed).spent["rollout"]
+        spent = _simulate(_with_engine(scenario, engine), seed).spent["rollout"]
         found = sum(seconds for (kind, _), seconds in spent.items() if kind == "generate")
         factor = generating_s / found if found > 0 else 1.0
         engine = msgspec.structs.replace(engine, token_s=engine.token_s * factor, share_s=engine.share_s * factor)
-        scenario = _with(scenario, engine)
+        scenario = _with_engine(scenario, engine)
     return scenario
 
 
-def _with(scenario: Scenario, engine: EngineModel) -> Scenario:
+def _with_engine(scenario: Scenario, engine: EngineModel) -> Scenario:
     return replace(scenario, models=msgspec.structs.replace(scenario.models, engine=engine))
 
 
-def _check(scenario: Scenario, seed: int) -> Simulated:
+def _simulate(scenario: Scenario, seed: int) -> Simulated:
     return simulate(scenario, seed=seed, spans=False)

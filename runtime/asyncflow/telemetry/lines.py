@@ -24,7 +24,7 @@ def new_lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
             data = file.read()
     except FileNotFoundError:
         return [], 0
-    *whole, torn = data.split(b"\n")
+    *whole, incomplete = data.split(b"\n")
     found = []
     for written in whole:
         try:
@@ -33,4 +33,4 @@ def new_lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
             continue
         found.append(line)
-    return found, begin + len(data) - len(torn)
+    return found, begin + len(data) - len(incomplete)

@@ -114,7 +114,7 @@ _SERIES = ("_total", "_sum", "_count")
 """Suffixes of the series of counters, and of the sums of histograms."""
 
 
-class _Shown(Collector):
+class _SingleValue(Collector):
     """A metric without labels whose value is set as a whole; it has no sample while the value is None."""
 
     family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
@@ -136,13 +136,13 @@ class _Shown(Collector):
         return self.collect()
 
 
-class Total(_Shown):
+class Total(_SingleValue):
     """A counter whose value is computed elsewhere, and never falls; exported as ``<name>_total``."""
 
     family = CounterMetricFamily
 
 
-class Figure(_Shown):
+class Figure(_SingleValue):
     """A gauge that has no sample until it is set, because 0 would look like a value."""
 
     family = GaugeMetricFamily

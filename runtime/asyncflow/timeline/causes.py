@@ -57,7 +57,7 @@ class Shares(msgspec.Struct, kw_only=True):
             self.kinds[span.kind] = self.kinds.get(span.kind, 0.0) + seconds
 
 
-class Why(NamedTuple):
+class IdleReason(NamedTuple):
     """A cause, and the responsible process or role."""
 
     cause: Cause
@@ -102,13 +102,13 @@ class _Reasons:
 
     def __init__(self) -> None:
         self._from: list[float] = []
-        self._whys: list[Why] = []
+        self._values: list[IdleReason] = []
 
-    def add(self, at: float, why: Why) -> None:
+    def add(self, at: float, why: IdleReason) -> None:
         """Set the reason from ``at`` on."""
-        if not self._whys or self._whys[-1] != why:
+        if not self._values or self._values[-1] != why:
             self._from.append(at)
-            self._whys.append(why)
+            self._values.append(why)
 
     def during(self, span: Span) -> Iterator[Span]:
         """Yield the parts of an idle span, each with its cause."""
@@ -116,7 +116,7 @@ class _Reasons:
         while True:
             last = place + 1 == len(self._from) or self._from[place + 1] >= span.end
             end = span.end if last else self._from[place + 1]
-            why = self._whys[place]
+            why = self._values[place]
             yield msgspec.structs.replace(span, begin=begin, end=end, cause=why.cause, by=why.by)
             if last:
                 return
@@ -205,88 +205,88 @@ class _State:
         elif span.kind in _WORKS and track.role not in SERVERS and track.role != DRIVER:
             _put(self.computing, track.name, track.role, sign)
 
-    def why(self, role: str, waits: str) -> Why:
+    def why(self, role: str, waits: str) -> IdleReason:
         """Return the reason why a process of ``role`` that waits for this is idle now."""
         if waits == "lost":
-            return Why("lost")
+            return IdleReason("lost")
         if waits == "start":
-            return Why("starting")
+            return IdleReason("starting")
         if role == DRIVER or role in SERVERS:
             return self._served()
         if waits == "weights":
-            return Why("sync", self._one(self.publishing or self.training, TRAINER))
+            return IdleReason("sync", self._one(self.publishing or self.training, TRAINER))
         if waits == "permit":
-            return Why("sync", ROLLOUT)
+            return IdleReason("sync", ROLLOUT)
         if waits == "reward":
-            return Why("reward")
+            return IdleReason("reward")
         if waits == "end":
-            return Why("evaluation") if self._evaluates else Why("data plane")
+            return IdleReason("evaluation") if self._evaluates else IdleReason("data plane")
         if waits not in ("claim", ""):
-            return Why("data plane")
+            return IdleReason("data plane")
         if server := next((name for name, of in self.lost.items() if of == DRIVER or of in SERVERS), ""):
-            return Why("lost", server)
+            return IdleReason("lost", server)
         return self._without_prompts() if role == ROLLOUT else self._without_samples(role)
 
-    def _served(self) -> Why:
+    def _served(self) -> IdleReason:
         """Return the reason why a process is idle that only serves requests."""
         if self.generating or self.training or self.computing or self.beside[ROLLOUT, "reward"]:
-            return Why("starved")
+            return IdleReason("starved")
         if self.evaluating:
-            return Why("evaluation")
+            return IdleReason("evaluation")
         has_rollout = any(role == ROLLOUT and waits not in ("lost", "start") for role, waits in self.idle)
         if absent := self._absent(TRAINER) or (None if has_rollout else self._absent(ROLLOUT)):
             return absent
-        return Why("evaluation" if self._evaluates else "starved")
+        return IdleReason("evaluation" if self._evaluates else "starved")
 
-    def _without_samples(self, role: str) -> Why:
+    def _without_samples(self, role: str) -> IdleReason:
         """Return the reason why the trainer, or a task, has no samples."""
         if self.beside[role, "fetch"]:
-            return Why("data plane")
+            return IdleReason("data plane")
         if self.generating:
             without = self.idle[ROLLOUT, "claim"]
             tail = without >= len(self.generating)
-            return Why("tail" if tail else "starved", self._one(self.generating, ROLLOUT))
+            return IdleReason("tail" if tail else "starved", self._one(self.generating, ROLLOUT))
         if self._rewarding:
-            return Why("reward")
+            return IdleReason("reward")
         if others := {name: of for name, of in self.computing.items() if of != role}:
-            return Why("starved", self._one(others, next(iter(others.values()))))
+            return IdleReason("starved", self._one(others, next(iter(others.values()))))
         if self.idle[ROLLOUT, "delivery"] or self.idle[ROLLOUT, "fetch"]:
-            return Why("data plane")
+            return IdleReason("data plane")
         if self.swapping or self.idle[ROLLOUT, "weights"] or self.publishing or self.beside[ROLLOUT, "receive"]:
-            return Why("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
+            return IdleReason("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
         if self.evaluating:
-            return Why("evaluation")
+            return IdleReason("evaluation")
         if absent := self._absent(ROLLOUT):
             return absent
         if self._evaluates:
-            return Why("evaluation")
+            return IdleReason("evaluation")
         if self.training and role != TRAINER:
-            return Why("back-pressure", self._one(self.training, TRAINER))
-        return Why("data plane")
+            return IdleReason("back-pressure", self._one(self.training, TRAINER))
+        return IdleReason("data plane")
 
-    def _without_prompts(self) -> Why:
+    def _without_prompts(self) -> IdleReason:
         """Return the reason why a rollout has no prompts."""
         held: Cause = "sync" if self.idle[DRIVER, "version"] else "back-pressure"
         limited = not self.driven or bool(self.idle[DRIVER, "version"] or self.idle[DRIVER, "admission"])
         if self.generating:
             lags = limited and self.training and min(self.training.values()) < min(self.generating.values())
             if lags:
-                return Why(held, self._one(self.training, TRAINER))
-            return Why("tail", self._one(self.generating, ROLLOUT))
+                return IdleReason(held, self._one(self.training, TRAINER))
+            return IdleReason("tail", self._one(self.generating, ROLLOUT))
         if self.training:
             if limited or self.idle[DRIVER, "dispatched"]:
-                return Why(held if limited else "tail", self._one(self.training, TRAINER))
-            return Why("data plane", DRIVER)
+                return IdleReason(held if limited else "tail", self._one(self.training, TRAINER))
+            return IdleReason("data plane", DRIVER)
         if self.publishing or self.swapping or self.idle[ROLLOUT, "weights"] or self.beside[ROLLOUT, "receive"]:
-            return Why("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
+            return IdleReason("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
         if self._rewarding:
-            return Why("reward")
+            return IdleReason("reward")
         if self.computing:
-            return Why("starved", self._one(self.computing, next(iter(self.computing.values()))))
+            return IdleReason("starved", self._one(self.computing, next(iter(self.computing.values()))))
         if self.evaluating:
-            return Why("evaluation")
+            return IdleReason("evaluation")
         absent = self._absent(TRAINER) or self._absent(ROLLOUT)
-        return absent or Why("evaluation" if self._evaluates else "data plane")
+        return absent or IdleReason("evaluation" if self._evaluates else "data plane")
 
     @property
     def _rewarding(self) -> bool:
@@ -296,12 +296,12 @@ class _State:
     def _evaluates(self) -> bool:
         return bool(self.evaluating or self.beside[DRIVER, "evaluation"])
 
-    def _absent(self, role: str) -> Why | None:
+    def _absent(self, role: str) -> IdleReason | None:
         """Return the lost or starting process of ``role`` as the reason, None if there is none."""
         states: tuple[tuple[Cause, dict[str, str]], ...] = ("lost", self.lost), ("starting", self.starting)
         for cause, names in states:
             if name := next((name for name, of in names.items() if of == role), ""):
-                return Why(cause, name)
+                return IdleReason(cause, name)
         return None
 
     @staticmethod
