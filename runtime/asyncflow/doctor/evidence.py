@@ -1,7 +1,7 @@
 """Evidence: the known facts about a run, and figures derived from them for the findings. Pure.
 
 Invariants: a figure is computed over the steps of the surviving history, without the first ``WARM_UP`` steps of each
-attempt of the trainer, in which processes start; a figure without data is None or an empty list, and is not used.
+attempt of the trainer, in which processes start. A figure without data is None or an empty list, and is not used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Evidence of a run, read from its folder or from its driver.
 
-Invariants: nothing is written; a file that is missing, incomplete or damaged makes only its own figures unavailable,
-but a run without a manifest is refused; the folder of an active run is read as it is, and its driver is queried for its
+Invariants: nothing is written. A file that is missing, incomplete or damaged makes only its own figures unavailable,
+but a run without a manifest is refused. The folder of an active run is read as it is, and its driver is queried for its
 current status.
 """
 

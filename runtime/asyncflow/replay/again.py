@@ -7,7 +7,7 @@
 The trainer is the same class as in the run, with a queue that returns the recorded slots and a publisher that keeps
 versions for the engine. A replay therefore supports everything that a run supports.
 
-Invariants: the folder of the run is not changed; the samples of a step are generated while the trainer is idle, with as
+Invariants: the folder of the run is not changed. The samples of a step are generated while the trainer is idle, with as
 many threads as a rollout has.
 """
 

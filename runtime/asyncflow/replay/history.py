@@ -4,7 +4,7 @@ A trainer that resumes repeats later steps, so a step may exist several times. T
 attempt that started before it: it is part of the surviving weights. The other ones are ignored, except for digests of
 their weights.
 
-Invariants: this module reads no files; a plan contains only completely recorded steps, and starts at a checkpoint from
+Invariants: this module reads no files. A plan contains only completely recorded steps, and starts at a checkpoint from
 which every version that generated one of their samples is available, or is replayed before it is needed.
 """
 

@@ -1,6 +1,6 @@
 """The life of one sample according to the ledger: put, leased, generated, decided, trained, committed.
 
-Invariants: this module reads no files; facts that are missing in a ledger are not guessed (compaction keeps only the
+Invariants: this module reads no files. Facts that are missing in a ledger are not guessed (compaction keeps only the
 outcome of finished samples). A lease and its end are one entry, at the time of the lease.
 """
 

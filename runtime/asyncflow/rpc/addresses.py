@@ -4,8 +4,8 @@ Ports and pod addresses are soon reused by other processes. The address of a ser
 therefore identifies the server by random bytes, ``tcp://HOST:PORT/SERVER``. Such an address never leads to another
 server that gets the same port afterwards.
 
-Invariants: an advertised address never says "all interfaces"; each name is looked up in a separate thread, by one
-lookup at a time for all callers, so no event loop and no deadline is delayed by a name server; if the previous process
+Invariants: an advertised address never says "all interfaces". Each name is looked up in a separate thread, by one
+lookup at a time for all callers, so no event loop and no deadline is delayed by a name server. If the previous process
 still holds an address, ``listen`` waits for it, but only briefly.
 """
 

@@ -1,8 +1,8 @@
 """The client side of calls: one connection to one peer carries many concurrent calls, which have call ids.
 
 Invariants: every call ends exactly once, at its deadline at the latest, with the reply, the server's error, or
-PeerLost; a message sent before the connection is made waits for it; a broken connection is never used again, and its
-pending calls raise ``PeerLost`` immediately, because it is unknown whether they were carried out; when a caller stops
+PeerLost. A message sent before the connection is made waits for it. A broken connection is never used again, and its
+pending calls raise ``PeerLost`` immediately, because it is unknown whether they were carried out. When a caller stops
 waiting, the server is notified, so that its handler can stop.
 
 A client belongs to the event loop in which it was first used.

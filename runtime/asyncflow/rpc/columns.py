@@ -6,9 +6,9 @@ rows, column by column (uint32), then the values of the columns of less than ``L
 little-endian. The header holds names, dtypes, inner shapes and numbers of values. Neither side copies a large column:
 the frame is the array.
 
-Invariants: only dtypes in ``DTYPES`` cross a socket, and received bytes are never executed; every ``Jagged`` is
-consistent: its offsets rise from 0 to the number of values and divide them into rows of the shape that it names;
-``decode_batch`` either returns exactly the input of ``encode_batch`` or raises ProtocolError; a size in a header is not
+Invariants: only dtypes in ``DTYPES`` cross a socket, and received bytes are never executed. Every ``Jagged`` is
+consistent: its offsets rise from 0 to the number of values and divide them into rows of the shape that it names.
+``decode_batch`` either returns exactly the input of ``encode_batch`` or raises ProtocolError. A size in a header is not
 used before it was compared with the received bytes.
 """
 

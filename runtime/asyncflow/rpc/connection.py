@@ -1,8 +1,8 @@
 """One connection in an asyncio loop: messages in both directions over a transport, which handles the socket and TLS.
 
-Invariants: this module never blocks the loop, and no peer occupies the loop for more than one read at a time; a
-connection that broke, or on which a message could not be sent completely, is never used again; at most a few chunks are
-buffered in the transport; a receiving process requests new pages from the kernel only while its memory use grows.
+Invariants: this module never blocks the loop, and no peer occupies the loop for more than one read at a time. A
+connection that broke, or on which a message could not be sent completely, is never used again. At most a few chunks are
+buffered in the transport. A receiving process requests new pages from the kernel only while its memory use grows.
 """
 
 from __future__ import annotations

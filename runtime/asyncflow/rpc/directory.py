@@ -6,9 +6,9 @@ restarted directory is empty, answers the first heartbeat of every member with `
 members again within one heartbeat. An incarnation (uuid hex) identifies one run of one process permanently, and is its
 worker id everywhere.
 
-Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or has an older attempt,
-never returns (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; a member
-without an address costs its peers nothing; time in which the directory itself did not run never counts as silence.
+Invariants: at most one incarnation of a (role, index) is a member. One that was replaced, or has an older attempt,
+never returns (Fenced). ``on_leave`` is called once for each ``on_join``, and before the join of a replacement. A member
+without an address costs its peers nothing. Time in which the directory itself did not run never counts as silence.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ certificate. From a Unix socket it is trusted: the kernel proves that the caller
 the certificates anyway. A caller whose intended server has ended and left its port to another server disconnects. The
 greetings prove no identity: that is done by TLS or the kernel.
 
-Invariants: messages arrive complete, unchanged and in order, or the stream ends with a ProtocolError;
-a size above ``most`` is refused, and memory is written only by received bytes; the number of unsent bytes is known; any
+Invariants: messages arrive complete, unchanged and in order, or the stream ends with a ProtocolError.
+A size above ``most`` is refused, and memory is written only by received bytes. The number of unsent bytes is known. Any
 received bytes result in a message of this protocol or in an error that describes the violation.
 """
 

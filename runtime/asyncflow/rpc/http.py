@@ -1,8 +1,8 @@
 """HTTP server of a role, based on aiohttp: metrics, probes, and routes that the role adds.
 
-Invariants: a server without a guard answers GET and HEAD only, and changes nothing; a server with a guard uses TLS 1.3,
-and refuses every caller without a certificate of the job for an allowed role or the bearer token of its file; an error
-of a handler is answered as JSON in the form of the error tree, never with a traceback; if there are too many
+Invariants: a server without a guard answers GET and HEAD only, and changes nothing. A server with a guard uses TLS 1.3,
+and refuses every caller without a certificate of the job for an allowed role or the bearer token of its file. An error
+of a handler is answered as JSON in the form of the error tree, never with a traceback. If there are too many
 connections or no descriptor is left, the oldest idle connection is closed for a new one, so idle callers delay nothing.
 """
 

@@ -1,7 +1,7 @@
 """Listening sockets with a bounded number of connections: at the limit, an old connection is closed for a new one.
 
 Invariants: while this process has no file descriptor left, one caller is served by a reserved descriptor, which is
-reserved again as soon as that connection is closed; a caller that does not complete the handshake in time is cut off.
+reserved again as soon as that connection is closed. A caller that does not complete the handshake in time is cut off.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The heartbeat runs in the role's event loop. A role must therefore keep its loop
 computations run in threads (and release the GIL), or the directory removes the role after ``lost_after_s``. All times
 are monotonic, so a jump of the system clock has no effect.
 
-Invariants: a member whose directory was restarted registers again by itself; while the directory is unreachable, and
-until all members have had time to register at a restarted one, the last known members stay; a member that was replaced
+Invariants: a member whose directory was restarted registers again by itself. While the directory is unreachable, and
+until all members have had time to register at a restarted one, the last known members stay. A member that was replaced
 by a newer incarnation is ordered to stop and never registers again.
 """
 

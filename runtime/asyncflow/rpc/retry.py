@@ -1,7 +1,7 @@
 """Attempts that are repeated until they succeed, with growing delays between them.
 
 Invariants: a call is repeated only within its deadline, and only after errors that leave its outcome unknown
-(``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent; an outage causes one log warning, regardless of
+(``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent. An outage causes one log warning, regardless of
 its duration and of the number of failures.
 """
 

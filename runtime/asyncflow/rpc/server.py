@@ -1,10 +1,10 @@
 """The server side of calls: one listening socket, one more for callers of this host, and a task for each call.
 
-Invariants: a parked handler delays no other caller; no handler runs longer than its caller waits (the deadline travels
-with the call) or than the connection lasts; no received bytes stop the service, and dropped messages are counted. No
-TLS connection outlives the certificate with which it started; a peer that does not identify itself in time, sends a
-malformed message, or leaves too many replies unread is cut off; no more calls are read from a peer with too many unread
-bytes until it has read them; other peers do not notice. If there are too many peers, or no descriptor is left, peers
+Invariants: a parked handler delays no other caller. No handler runs longer than its caller waits (the deadline travels
+with the call) or than the connection lasts. No received bytes stop the service, and dropped messages are counted. No
+TLS connection outlives the certificate with which it started. A peer that does not identify itself in time, sends a
+malformed message, or leaves too many replies unread is cut off. No more calls are read from a peer with too many unread
+bytes until it has read them. Other peers do not notice. If there are too many peers, or no descriptor is left, peers
 that have not identified themselves are closed first, oldest first, then the peer that has been idle for longest.
 """
 

@@ -11,9 +11,9 @@ byte of the part's first page; the sender reads that byte when it next needs pag
 further parts are copied out. Memory is mapped as long as a loan lasts, even after the connection and the sender have
 ended. A part for which there is no room is sent over the socket; no process waits for room.
 
-Invariants: both sides verify that the other one runs as the same user, otherwise they use TCP and lose nothing; neither
-side can shrink the file, so no access to it ever fails; the sender trusts those bytes only to free places that it has
-used, the receiver trusts a place only if it lies in the file and begins at no page of a loan; a process allocates at
+Invariants: both sides verify that the other one runs as the same user, otherwise they use TCP and lose nothing. Neither
+side can shrink the file, so no access to it ever fails. The sender trusts those bytes only to free places that it has
+used, the receiver trusts a place only if it lies in the file and begins at no page of a loan. A process allocates at
 most ``MOST_FILLED`` bytes of pages. A peer may change the bytes of a part after sending it, as the same user could
 change any memory of this process.
 """

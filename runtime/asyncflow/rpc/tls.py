@@ -5,7 +5,7 @@ them before they expire, and they are read again when they change. An existing c
 sessions are not resumed, so each new connection proves its identity.
 
 Invariants: only TLS 1.3 is used, and no data is exchanged with a peer without a currently valid certificate that the
-authority of this job signed; a set of files that cannot be used, for example a half-written one, is never used, and the
+authority of this job signed. A set of files that cannot be used, for example a half-written one, is never used, and the
 last valid set stays in use.
 """
 

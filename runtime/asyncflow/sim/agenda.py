@@ -1,7 +1,7 @@
 """The event queue of a simulated run: timed events, and objects that react to changes.
 
-Invariants: time never goes back; events of the same time happen in the order in which they were scheduled, all of them
-before any object reacts; a woken object reacts once, in the order of waking.
+Invariants: time never goes back. Events of the same time happen in the order in which they were scheduled, all of them
+before any object reacts. A woken object reacts once, in the order of waking.
 """
 
 from __future__ import annotations

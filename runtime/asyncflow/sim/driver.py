@@ -1,6 +1,6 @@
 """The simulated driver: admission of prompts, finished groups, evaluations.
 
-Invariants: the rules are those of ``flow``, the same objects as in ``driver``; each prompt is trained once, in the step
+Invariants: the rules are those of ``flow``, the same objects as in ``driver``. Each prompt is trained once, in the step
 that ``flow.assignment`` determines.
 """
 

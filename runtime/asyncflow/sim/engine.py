@@ -1,7 +1,7 @@
 """A processor-sharing engine in virtual time: same behaviour as ``rollout.engines.simulated``, without an event loop.
 
-Invariants: at most ``slots`` sequences run concurrently; running sequences advance at one common rate and pause while
-weights are loaded; n of them take token_s + share_s * (n - 1) for one token each.
+Invariants: at most ``slots`` sequences run concurrently. Running sequences advance at one common rate and pause while
+weights are loaded. With n running sequences, one token of each takes token_s + share_s * (n - 1).
 """
 
 from __future__ import annotations

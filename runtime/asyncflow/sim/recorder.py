@@ -1,6 +1,6 @@
 """Accounting of the virtual seconds of one process: spans of its track, and their sums.
 
-Invariants: the main spans fill the life of the process without a gap; sums are exact even if no spans are kept.
+Invariants: the main spans fill the life of the process without a gap. Sums are exact even if no spans are kept.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 It does the same as ``rollout.worker``, in the same order: inform the instance of the versions that can be loaded, start
 the admitted rows, swap weights when the instance requires it, and claim the rows that it requests.
 
-Invariants: there is at most one open claim per purpose; no sequence starts while weights are loaded; one version is
-pulled at a time; every second is attributed to one of the same kinds of spans as in a real rollout.
+Invariants: there is at most one open claim per purpose. No sequence starts while weights are loaded. One version is
+pulled at a time. Every second is attributed to one of the same kinds of spans as in a real rollout.
 """
 
 from __future__ import annotations

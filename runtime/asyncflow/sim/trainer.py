@@ -4,8 +4,8 @@ It does the same as ``training.trainer``: the next slot is decided and fetched w
 whole of D_k is collected first if the schedule requires it; a publication runs concurrently with the next step, which
 changes the weights only after they are copied.
 
-Invariants: steps are made in order, each from exactly the groups that belong to it; versions are published in order;
-every second is attributed to one of the same kinds of spans as in a real trainer.
+Invariants: steps are made in order, each from exactly the groups that belong to it. Versions are published in order.
+Every second is attributed to one of the same kinds of spans as in a real trainer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Logging of a role: one line per record on stderr, with UTC time, level, role, logger and message.
 
 Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so the lines of many
-processes can be merged, sorted and searched; a record that cannot be written is dropped, and blocks nothing.
+processes can be merged, sorted and searched. A record that cannot be written is dropped, and blocks nothing.
 """
 
 from __future__ import annotations

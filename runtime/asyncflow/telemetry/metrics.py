@@ -8,8 +8,8 @@ Busy time is the union of sections, for each cause and for all causes together. 
 concurrent sequences) and nest (a forward inside a step), in one thread or in many.
 
 Invariants: values that another object counts (busy seconds, calls) are read from it at each request of ``/metrics``,
-never copied. No cause is ever busy for longer than ``total()``; ``total()`` is never longer than the elapsed time, and
-never shorter than any one section; a running section counts up to now.
+never copied. No cause is ever busy for longer than ``total()``. ``total()`` is never longer than the elapsed time, and
+never shorter than any one section. A running section counts up to now.
 """
 
 from __future__ import annotations

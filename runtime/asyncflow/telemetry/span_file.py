@@ -5,9 +5,9 @@
     3072  seconds by kind and by reason to wait since its start
     4096  a ring of records, one for each ended span
 
-Invariants: all data is in the kernel when a call returns, so SIGKILL loses nothing; every record has a number and a
+Invariants: all data is in the kernel when a call returns, so SIGKILL loses nothing. Every record has a number and a
 checksum, and one of the two states is always intact, so data that a crash of the machine damaged is detected and
-skipped; the file never exceeds its limit: new records overwrite the oldest ones, and the seconds by kind stay exact; a
+skipped. The file never exceeds its limit: new records overwrite the oldest ones, and the seconds by kind stay exact. A
 full disk makes the ring smaller, and a failing one ends the recording, never the process.
 """
 

@@ -5,8 +5,8 @@ exactly one *main* span: ``enter`` ends it and begins the next one; ``main`` ret
 Other spans run *beside* it. Overlapping ones of one kind are merged: the span begins with the first and ends with the
 last. A recorder without a file records nothing, so callers need not check whether there is one.
 
-Invariants: the main spans of a process fill its life without a gap; the time after the last record of a killed process
-is shown as idle with the reason "lost"; the clock is ``clock.now``.
+Invariants: the main spans of a process fill its life without a gap. The time after the last record of a killed process
+is shown as idle with the reason "lost". The clock is ``clock.now``.
 """
 
 from __future__ import annotations

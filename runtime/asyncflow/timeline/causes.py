@@ -4,8 +4,8 @@ A process knows only what it waits for (``Span.waits``); the cause is found in t
 sweep over the boundaries of all spans maintains a ``_State``: which processes generate, train, compute, start or are
 lost. Between two boundaries it is constant: all processes of a role that wait for the same thing have the same cause.
 
-Invariants: each idle second gets exactly one cause; an idle span is split only where the cause, or the responsible
-process, changes; other spans are unchanged; the result depends only on the timeline, real or simulated. The seconds of
+Invariants: each idle second gets exactly one cause. An idle span is split only where the cause, or the responsible
+process, changes. Other spans are unchanged. The result depends only on the timeline, real or simulated. The seconds of
 a process by kind and by cause sum to its time in the window.
 """
 

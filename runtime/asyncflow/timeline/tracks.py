@@ -4,7 +4,7 @@ A track is one life of one process. Its *main* spans fill that life without gaps
 reason why it was idle. Spans *beside* them may overlap them and each other: a version that is received while sequences
 run, a checkpoint that is written while the next step is trained, a reward that is awaited.
 
-Invariants: the main spans of a track are in order and do not overlap, and their lengths sum to its life; times are Unix
+Invariants: the main spans of a track are in order and do not overlap, and their lengths sum to its life. Times are Unix
 seconds of one clock (in a simulation: virtual seconds from 0).
 """
 

@@ -3,8 +3,8 @@
 ``metrics.jsonl`` and ``events.jsonl`` are the only source, so a sink can be fed during the run, after it, or again
 after a failure. The position in the files is stored in ``sinks/KIND/cursor.json``.
 
-Invariants: a line is read once it is complete, in chronological order over both files; flushed lines are not written
-again, except lines of a process that was killed before it stored its position; at most one process at a time feeds a
+Invariants: a line is read once it is complete, in chronological order over both files. Flushed lines are not written
+again, except lines of a process that was killed before it stored its position. At most one process at a time feeds a
 sink of a run.
 """
 

@@ -3,7 +3,7 @@
 MLflow cannot delete values. It shows the newest value of a step, so a repeated step shows its new values. The tag
 ``asyncflow.made_again_from`` holds the first repeated step.
 
-Invariants: a resumed run is the same run of MLflow; user and password of a server come from the environment
+Invariants: a resumed run is the same run of MLflow. User and password of a server come from the environment
 (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN).
 """
 

@@ -3,7 +3,7 @@
 AsyncFlow's own names are ``asyncflow/`` and the field of ``metrics.jsonl``; for evaluations ``asyncflow/eval/``,
 followed by the name of the set if it has one. ``FIELD`` is the table of verl's names; docs/guide/outputs.md shows it.
 
-Invariants: a name of verl is used only with the meaning that it has in verl; a figure that is missing in a line is not
+Invariants: a name of verl is used only with the meaning that it has in verl. A figure that is missing in a line is not
 written.
 """
 

@@ -3,8 +3,8 @@
 Figures are plotted over ``asyncflow/step``. W&B cannot delete values: both values of a repeated step exist, with
 different ``asyncflow/attempt``. The run's summary holds the first repeated step as ``asyncflow/made_again_from``.
 
-Invariants: a resumed run is the same run of W&B; the key comes only from the environment (WANDB_API_KEY) or from the
-file that ``wandb login`` wrote; W&B neither takes over the terminal nor copies code.
+Invariants: a resumed run is the same run of W&B. The key comes only from the environment (WANDB_API_KEY) or from the
+file that ``wandb login`` wrote. W&B neither takes over the terminal nor copies code.
 """
 
 from __future__ import annotations
