@@ -101,7 +101,7 @@ def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() ->
     [
         (
             [task("a", reads="nothing", writes="x")],
-            r"spec\.tasks\[0\]\.reads.*task a reads 'nothing', which nobody",
+            r"spec\.tasks\[0\]\.reads.*task a reads the column 'nothing', which no task",
         ),
         (
             [task("a", reads="reward", writes="logprobs")],
@@ -155,5 +155,5 @@ def test_a_task_without_a_function_is_a_clients_and_no_role_of_the_plan() -> Non
     assert list(made.spec.own_tasks) == ["mark"]
     assert not {role.name for role in plan(made).roles} & {"client", "task-mark", "trainer"}
     assert trained_columns(made.spec) == ("novelty",), "the trainer waits for it"
-    with pytest.raises(ManifestError, match=r"left to a process of yours.*Set trainer\.external: true"):
+    with pytest.raises(ManifestError, match=r"needs your own process.*Set trainer\.external: true"):
         job(own)

@@ -138,7 +138,7 @@ def test_null_is_refused_where_a_value_is_needed(override: str) -> None:
         ("algorithm.steps", "path=value"),
         ("=5", "path=value"),
         ("a..b=5", "path=value"),
-        ("algorithm.steps.more=5", "no mapping"),
+        ("algorithm.steps.more=5", "not a mapping"),
         ("algorithm.steps=[", "not YAML"),
         ("algorithm.stesp=5", "Did you mean steps"),
         ("algorithm.steps=-5", "too small"),
@@ -188,7 +188,7 @@ def test_what_a_field_of_the_schedule_does_in_each_mode_is_as_the_guide_says() -
             True,
         ]
         assert schedule(f"swapAt={swap_at}", "update=staggered", "syncEvery=2", "maxStaleness=3").ahead == 4
-    with pytest.raises(ManifestError, match="all instances change together"):
+    with pytest.raises(ManifestError, match="all instances swap together"):
         schedule("update=staggered", "swapAt=quota")
 
 
@@ -220,7 +220,7 @@ def test_recomputed_log_probs_are_taken_where_all_samples_are_of_the_newest_weig
 
 def test_of_stale_samples_they_are_taken_with_a_correction() -> None:
     stale = ["algorithm.old=recompute", "schedule.swapAt=token", "schedule.maxStaleness=2"]
-    with pytest.raises(ManifestError, match="without a correction"):
+    with pytest.raises(ManifestError, match="does not correct for them"):
         minimal(*stale)
     assert minimal(*stale, "algorithm.correction={}").spec.algorithm.correction is not None
 
@@ -327,13 +327,13 @@ def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"{MINIMAL}---{SHARED}", "line 12: a WeightSync that no job in this file names.*spec.weightSync.name: shared"),
+        (f"{MINIMAL}---{SHARED}", "line 12: this is a WeightSync that no job.*spec.weightSync.name: shared"),
         (f"{NAMES}---{SHARED.replace('shared', 'other')}", "no job in this file names"),
         (f"{NAMES}---{SHARED}---{SHARED}", "a second document"),
         (f"{MINIMAL}---{MINIMAL}", "a second document"),
         (f"{NAMES}---\n", "an empty document"),
         (f"{NAMES}---{SHARED.replace('keep: 5', 'keep: 0')}", r"spec.keep = 0 \(line 16\): is too small"),
-        (f"{NAMES}---{SHARED.replace('keep: 5', 'stagger: 2')}", r"spec.stagger = 2 \(line 16\): rollouts"),
+        (f"{NAMES}---{SHARED.replace('keep: 5', 'stagger: 2')}", r"spec.stagger = 2 \(line 16\): stagger limits"),
     ],
 )
 def test_other_documents_beside_a_job_are_refused(text: str, reason: str) -> None:

@@ -135,7 +135,7 @@ def test_a_job_that_comes_by_a_pipe_is_refused(manifest, tmp_path, capsys):
     os.close(write_end)
     said = refused(capsys, "run", f"/dev/fd/{read_end}", "--output", tmp_path / "out")
     os.close(read_end)
-    assert "it is a pipe, which can be read but once. Write the manifest into a file" in said
+    assert "it is a pipe, which can be read only once. Write the manifest into a file" in said
 
 
 @pytest.mark.parametrize(

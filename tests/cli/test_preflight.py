@@ -192,7 +192,7 @@ def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
         ("data.train.config={chat: true}", "data.train.config: chat is no setting of the source. Set data.train.chat"),
         ("data.train.chat=true", "no chat template"),
         ("data.train.source=gym://chain_sums", "near it: chain_sum"),
-        ("reward.function=gym", "it scores prompts of gym:// only"),
+        ("reward.function=gym", "the function gym scores prompts of gym:// only"),
     ],
 )
 def test_what_plugins_tokenizer_and_sources_refuse_is_refused_before_the_start(manifest, capsys, setting, said):

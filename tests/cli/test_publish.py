@@ -23,7 +23,7 @@ def test_a_weight_sync_that_follows_a_job_is_nothing_to_run(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["hf://org/name", "--watch"], "only a folder may get another model"),
+        (["hf://org/name", "--watch"], "only a folder can be watched for newer models"),
         (["model", "--set", "kepp=3"], "Did you mean keep?"),
         (["model", "--set", "follower.engine.name=counting"], "no installed package offers it"),
         (["model", "--set", "transport=mooncake"], "spec.transport: Mooncake cannot be loaded"),

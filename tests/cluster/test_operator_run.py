@@ -139,7 +139,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     world.until(lambda: world.condition("Accepted")["reason"] == "Invalid", "the edit to be judged")
     said = world.condition("Accepted")["message"]
     assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
-    assert "each component has settings of its own" in said
+    assert "each component has its own config" in said
     world.annotate("quickstart-trainer-0", exit="137")
     world.until(lambda: world.attempts("trainer") == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
     world.until_whole(reward=1)

@@ -151,7 +151,7 @@ def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> Non
 
 def test_what_auto_stands_for_keeps_the_rules() -> None:
     for visible in (CUDA, NPU):
-        with pytest.raises(ManifestError, match="does not give a process so many devices"):
+        with pytest.raises(ManifestError, match="cannot have this number of devices"):
             resolved(AUTO | {"count": 20}, visible=visible, devices=32)
     with pytest.raises(ManifestError, match="the engine computes on the CPU"):
         resolve(job({}, AUTO | {"count": 1}), find=lambda _: ["0"])

@@ -40,7 +40,7 @@ def test_what_may_change_is_told():
 def test_a_reward_of_its_own_neither_comes_nor_goes_but_may_change():
     with_role = {"spec__reward": {"function": "task", "role": {}}}
     for old, new in ((job(), job(**with_role)), (job(**with_role), job())):
-        with pytest.raises(ManifestError, match=r"spec\.reward\.role.*scored by who did it before"):
+        with pytest.raises(ManifestError, match=r"spec\.reward\.role.*scored in the old place"):
             differences(old, new)
     more = job(spec__reward={"function": "task", "role": {"replicas": 3}})
     assert [str(each) for each in differences(job(**with_role), more)] == ["spec.reward.role.replicas: 1 -> 3"]

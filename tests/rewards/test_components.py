@@ -170,9 +170,9 @@ async def test_a_component_that_cannot_be_loaded_is_named(workdir: Path) -> None
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"components": []}, "one function or by components"),
-        ({"function": "task"}, "one function or by components"),
-        ({"config": {"a": 1}}, "each component has settings of its own"),
+        ({"components": []}, "one function or components"),
+        ({"function": "task"}, "one function or components"),
+        ({"config": {"a": 1}}, "each component has its own config"),
         ({"components": [COMPONENTS[0]] * 2}, "the same name"),
         ({"components": [{"name": "a", "function": "http"}]}, "opens network connections"),
         ({"components": [], "function": "http"}, "opens network connections"),

@@ -253,7 +253,7 @@ async def test_the_turn_of_a_loop_that_is_left_is_over(publisher, tmp_path):
 
 async def test_a_loop_follows_by_a_weight_sync_for_followers(publisher, tmp_path):
     (tmp_path / "shared.yaml").write_text(to_yaml(WeightSync.model_validate({"metadata": {"name": "shared"}})))
-    with pytest.raises(ManifestError, match=r"no WeightSync for followers.*Give a WeightSync with a source"):
+    with pytest.raises(ManifestError, match=r"no WeightSync for followers.*Pass a WeightSync with a source"):
         async with follow(publisher.address, sync=tmp_path / "shared.yaml"):
             pass
 

@@ -1,6 +1,6 @@
-"""The only contract: RLJob, TransferQueue, WeightSync, and what the driver's service answers.
+"""The public API: the kinds RLJob, TransferQueue and WeightSync, and the status that the driver's service returns.
 
-Invariant: importing it loads pydantic and nothing heavier; each name is loaded when it is first used.
+Invariant: importing this package loads nothing heavier than pydantic; each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncflow.api.status import DriverStatus
     from asyncflow.api.weights import WeightSync
 
-_HOME = {
+_MODULE = {
     "DriverStatus": "status",
     "RLJob": "job",
     "RLJobSpec": "job",
@@ -29,6 +29,6 @@ __all__ = ["DriverStatus", "RLJob", "RLJobSpec", "TransferQueue", "WeightSync", 
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE[name]}"), name)

@@ -1,13 +1,14 @@
-"""Common base of the API: its frozen models, and the parts that all Kubernetes kinds share.
+"""Common base of the API: frozen models, and the types that all Kubernetes kinds share.
 
-Models are frozen, closed and bounded, with their rules declared beside the fields. Quantities (``256Mi``, ``500m``,
-``2``) are strings that know how much they are. Every object has metadata and standard conditions.
+Models are immutable, refuse unknown fields and bound every value; each model declares its rules next to its fields.
+Quantities (``256Mi``, ``500m``, ``2``) are strings with an exact numeric value. Every object has metadata and standard
+conditions.
 
-Invariants: a model that was built from Python keeps all its rules. A ``Rule`` says one thing twice, as a Python
-predicate and as a CEL expression for the API server; the generated CRDs carry the second, so both refuse the same. A
-quantity keeps the words in which it was written; ``amount`` is exact. A job's name fits into every name that is derived
-from it (pods, services, claims: at most 63 characters). A list holds one condition of each type, and
-``lastTransitionTime`` moves only when ``status`` does.
+Invariants: a model that is built in Python satisfies all its rules. A ``Rule`` states one condition twice, as a Python
+predicate and as a CEL expression for the API server; the generated CRDs contain the CEL expression, so both refuse the
+same manifests. A quantity keeps the text in which it was written; ``amount`` is exact. A job's name fits into every
+name that is derived from it (pods, services, claims: at most 63 characters). A list of conditions holds one condition
+of each type, and ``lastTransitionTime`` changes only when ``status`` changes.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from asyncflow.api.names import LEAST_BYTES
 
 COLLECT = "collect"
-"""Validation context under which models do not check their rules: ``load`` checks them itself, all at once."""
+"""Validation context in which models do not check their rules: ``load`` checks all rules together afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One condition on a model that a single field cannot state.
+    """One condition on a model that the type of a single field cannot express.
 
-    reads: dotted attribute paths that the rule looks at; the first is the one to blame.
-    ok: the condition in Python; cel: the same for the API server, "" where CEL cannot say it.
-    why: why anything else is impossible; fix: what would be right.
+    reads: dotted attribute paths that the rule reads; errors are reported at the first one.
+    ok: the condition in Python; cel: the same condition for the API server, "" if CEL cannot express it.
+    why: the reason why a violation is an error; fix: the instruction that corrects it.
     """
 
     reads: tuple[str, ...]
@@ -63,9 +64,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw:
-    """Something that is wrong with an object as a whole and that no rule can say in fixed words.
+    """An error of an object as a whole that needs a computed message, so that no ``Rule`` can express it.
 
-    place: keys as written in the manifest, from the object on; why: why that is wrong; fix: what would be right.
+    place: keys as written in the manifest, relative to the object; why: the reason; fix: the instruction that corrects
+    it.
     """
 
     place: tuple[str | int, ...]
@@ -77,7 +79,8 @@ class Flaw:
 class Frozen:
     """A field that keeps the value with which the object was created, enforced by a CEL transition rule.
 
-    reads: dotted attribute path; why: what would break; existence: only that it is there, or absent, stays.
+    reads: dotted attribute path; why: the reason why it cannot change; existence: whether only the presence of the
+    field is immutable, and not its value.
     """
 
     reads: str
@@ -86,7 +89,7 @@ class Frozen:
 
 
 class Spec(BaseModel):
-    """Base of every model: immutable, unknown keys refused, camelCase outside and snake_case inside."""
+    """Base of every model: immutable, refuses unknown keys, camelCase in manifests and snake_case in Python."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -114,9 +117,10 @@ class Spec(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema in which each field is described by the text below it.
+        """Return the schema, in which the string literal below each field is the field's description.
 
-        That is read here, from the source: pydantic would read it whenever a process begins, and take 0.1 s for it.
+        The descriptions are read from the source only here: pydantic would read them at every import, which takes
+        0.1 s.
         """
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
@@ -127,25 +131,25 @@ class Spec(BaseModel):
         return schema
 
     def flaws(self) -> Iterator[Flaw]:
-        """Yield what is wrong with the object as a whole, beyond its rules; the API server does not check it."""
+        """Yield the errors of the object as a whole that no rule covers; the API server does not check them."""
         return iter(())
 
 
 @cache
 def _texts(model: type[Spec]) -> dict[str, str]:
-    """Return the text below each field that a class itself declares."""
+    """Return the string literal below each field that the class itself declares, by the name of the field."""
     (declared,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(declared, ast.ClassDef)
     found = {}
-    for field, below in pairwise(declared.body):
-        match field, below:
+    for field, following in pairwise(declared.body):
+        match field, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = inspect.cleandoc(text)
     return found
 
 
 def keyed_by(key: str) -> dict[str, JsonValue]:
-    """Return the schema extension by which a list is a map by ``key``: two appliers keep each other's entries."""
+    """Return the schema extension that makes a list a map by ``key``: two appliers keep each other's entries."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
@@ -155,16 +159,16 @@ QUALIFIED = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Z
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=63)]
 """A DNS label: the name of an object."""
 PluginName = Annotated[str, StringConstraints(pattern=r"^[a-z][-a-z0-9_.]*$", max_length=63)]
-"""The name of an entry point: an engine, a back end, an extractor."""
+"""The name of an entry point, such as an engine, a back end or an extractor."""
 Source = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 """A URI such as ``tiny://...``, ``gym://...``, ``hf://...``, ``pvc://...``, or a path."""
 Text = Annotated[str, StringConstraints(max_length=16384)]
-"""A text of a person."""
+"""Free text that a user writes."""
 Qualified = Annotated[str, StringConstraints(pattern=QUALIFIED, max_length=316)]
 """A label or annotation key: ``[prefix/]name``."""
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
 Options = Annotated[dict[Annotated[str, StringConstraints(max_length=128)], JsonValue], Field(max_length=64)]
-"""Free settings of an extension, which checks them."""
+"""Settings of an extension; the extension checks them, not the schema."""
 Labels = Annotated[dict[Qualified, LabelValue], Field(max_length=64)]
 Annotations = Annotated[dict[Qualified, Annotated[str, StringConstraints(max_length=4096)]], Field(max_length=64)]
 
@@ -223,25 +227,25 @@ class Quantity(str):
         return cls(written)
 
 
-def _no_few_bytes(amount: Quantity) -> Quantity:
+def _at_least_1mi(amount: Quantity) -> Quantity:
     if amount.bytes < LEAST_BYTES:
         raise PydanticCustomError("few_bytes", "Input should be at least 1Mi")
     return amount
 
 
-Bytes = Annotated[Quantity, AfterValidator(_no_few_bytes)]
-"""Memory or room on a disk: 1Mi at least, as nothing runs in less, while ``4m`` is written for ``4Mi``. The API server
-takes less: the definitions are as large as it takes them."""
+Bytes = Annotated[Quantity, AfterValidator(_at_least_1mi)]
+"""Memory or disk space of at least 1Mi: nothing runs in less, and ``4m`` (4 thousandths of a byte) is a common typing
+error for ``4Mi``. The API server accepts smaller amounts, since the CRD has no room for another rule."""
 
 
-def _no_bytes(amount: Quantity) -> Quantity:
+def _is_cores(amount: Quantity) -> Quantity:
     if amount.rstrip("m").strip("0123456789."):
         raise PydanticCustomError("cores", "Input should be cores, such as 2 or 500m")
     return amount
 
 
-Cores = Annotated[Quantity, AfterValidator(_no_bytes)]
-"""CPU: cores, or thousandths of one. The API server takes ``4Gi`` cores too, and no node ever has them."""
+Cores = Annotated[Quantity, AfterValidator(_is_cores)]
+"""CPU in cores or thousandths of a core. The API server accepts ``4Gi`` cores, too, but no node has so many."""
 Time = Annotated[str, StringConstraints(max_length=35)]
 """RFC 3339 in UTC, e.g. ``2026-11-21T10:46:00Z``."""
 
@@ -250,15 +254,15 @@ class Condition(Spec):
     """One aspect of an object's state."""
 
     type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)]
-    """Aspect that it is about, e.g. Ready, Progressing, Stalled."""
+    """Type of the condition, e.g. Ready, Progressing, Stalled."""
     status: Literal["True", "False", "Unknown"]
-    """Truth of the condition."""
+    """Status of the condition."""
     reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=64)]
     """One word for machines."""
     message: Annotated[str, StringConstraints(max_length=4096)] = ""
     """One sentence for people: what, why, and what to do."""
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """Generation of the spec that it speaks of."""
+    """Generation of the spec that it describes."""
     last_transition_time: Time
     """Time at which status last changed."""
 
@@ -267,7 +271,7 @@ Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_e
 
 
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
-"""The name of one of AsyncFlow's objects, with which the names of its Services begin: those take no digit there."""
+"""The name of an AsyncFlow object. The names of its Services begin with it, so it must begin with a letter."""
 
 
 class ObjectMeta(Spec):
@@ -276,10 +280,10 @@ class ObjectMeta(Spec):
     name: ObjectName
     """Name of the object, a DNS label of at most 40 characters that begins with a letter."""
     namespace: Name = "default"
-    """Namespace of the object; of no meaning on one machine."""
+    """Namespace of the object; ignored on one machine."""
     labels: Labels = Field(default_factory=dict)
-    """Labels, given on to everything that is made for the object."""
+    """Labels, copied to everything that is made for the object."""
     annotations: Annotations = Field(default_factory=dict)
     """Annotations, for tools."""
     uid: Annotated[str, StringConstraints(max_length=64)] | None = None
-    """Identity that the API server gives; absent on one machine. It names the job's partition."""
+    """Unique ID that the API server assigns; absent on one machine. It names the job's partition."""

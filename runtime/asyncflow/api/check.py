@@ -1,10 +1,11 @@
-"""Everything that is wrong with the data of a manifest, in one pass: where it is, why it is wrong, and what to do.
+"""Validation of the data of a manifest, which finds all problems in one pass: place, reason and correction of each.
 
-Shapes are pydantic's to check; then each model's rules. Where a shape is wrong, the rules that look elsewhere are
-still checked, so that a manifest is mended in one go.
+Pydantic checks types and bounds first; then the rules of each model are checked. If a field is wrong, the rules that
+do not read it are still checked, so that the user can correct the whole manifest at one time.
 
-Invariants: a manifest is refused once, with every problem that was found, each in one line; no problem is reported that
-follows from another. A place as written (camelCase) and a dotted path of attributes (snake_case) name the same place.
+Invariants: a manifest is refused once, with every problem that was found, each on one line. A problem that follows from
+another one is not reported. A place as written (camelCase) and a dotted path of attributes (snake_case) name the same
+field.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong.
+    """One error in a manifest.
 
-    place: keys as written in the manifest; value: what was found, MISSING where nothing was; reason: why that is wrong;
-    fix: what would be right; line: where in the file, 0 where unknown.
+    place: keys as written in the manifest; value: the value found, MISSING if there is none; reason: why it is wrong;
+    fix: the instruction that corrects it; line: its line in the file, 0 if unknown.
     """
 
     place: Place
@@ -46,7 +47,7 @@ class Problem:
 
     @property
     def path(self) -> str:
-        """The place as people write it: ``spec.rollout.template.env[0].name``."""
+        """The place as one dotted path: ``spec.rollout.template.env[0].name``."""
         return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.place).removeprefix(".")
 
     @property
@@ -61,13 +62,13 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """Return a value in few characters."""
+    """Return a value as JSON, shortened to at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
-    """Return the one error for all problems."""
+    """Return one error that lists all problems."""
     if len(problems) == 1:
         return ManifestError(problems[0].what, where=source, hint=problems[0].fix)
     lines = "".join(f"\n  {problem}" for problem in problems)
@@ -85,7 +86,7 @@ def fields(model: type[Spec]) -> dict[str, Any]:
 
 
 def model_at(root: type[Spec], place: Place) -> type[Spec] | None:
-    """Return the model that describes the mapping at ``place``; None where there is none, as inside free settings."""
+    """Return the model that describes the mapping at ``place``; None if no model does, as in free settings."""
     here: Any = root
     for step in place:
         model = model_of(here)
@@ -106,62 +107,66 @@ def model_of(annotation: Any) -> type[Spec] | None:
 
 M = TypeVar("M", bound=Spec)
 
-_WANTED = {
+_EXPECTED = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "string": "a text",
+    "string": "a string",
     "model": "a mapping",
     "dict": "a mapping",
     "tuple": "a list",
     "list": "a list",
 }
 _LIMITS = {
-    "greater_than_equal": ("is too small", "Give at least {ge}"),
-    "greater_than": ("is too small", "Give more than {gt}"),
-    "less_than_equal": ("is too large", "Give at most {le}"),
-    "less_than": ("is too large", "Give less than {lt}"),
-    "literal_error": ("is not one of the choices", "Give {expected}"),
-    "string_pattern_mismatch": ("does not have the right form", "It must match {pattern}"),
-    "string_too_long": ("is too long", "Give at most {max_length} characters"),
-    "string_too_short": ("is too short", "Give at least {min_length} characters"),
-    "too_long": ("has too many entries", "Give at most {max_length}"),
-    "too_short": ("has too few entries", "Give at least {min_length}"),
+    "greater_than_equal": ("is too small", "Set a value of at least {ge}"),
+    "greater_than": ("is too small", "Set a value above {gt}"),
+    "less_than_equal": ("is too large", "Set a value of at most {le}"),
+    "less_than": ("is too large", "Set a value below {lt}"),
+    "literal_error": ("is not an allowed value", "Set it to {expected}"),
+    "string_pattern_mismatch": ("does not have the required form", "It must match {pattern}"),
+    "string_too_long": ("is too long", "Use at most {max_length} characters"),
+    "string_too_short": ("is too short", "Use at least {min_length} characters"),
+    "too_long": ("has too many entries", "Keep at most {max_length} entries"),
+    "too_short": ("has too few entries", "Add entries: at least {min_length} are needed"),
     "quantity": ("is not an amount", "Write e.g. 512Mi, 4Gi, 500m or 2"),
-    "few_bytes": ("is less than 1Mi", "Give bytes with a unit, e.g. 512Mi or 4Gi; m is a thousandth of a byte"),
-    "cores": ("is not a number of cores", "Write e.g. 2, or 500m for half of one"),
-    "finite_number": ("is not finite", "Give a number"),
+    "few_bytes": ("is less than 1Mi", "Write bytes with a unit, e.g. 512Mi or 4Gi; m is a thousandth of a byte"),
+    "cores": ("is not a number of cores", "Write e.g. 2, or 500m for half a core"),
+    "finite_number": ("is not finite", "Set a finite number"),
 }
-_FOLLOWS = ("default_factory_not_called",)
+_CONSEQUENCES = ("default_factory_not_called",)
+"""Error types of pydantic that only follow from another error."""
 
 
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
-    """Build ``model`` from ``data``. Return the object, None where its shape is wrong, and every problem found."""
+    """Build ``model`` from ``data``. Return the object, None if pydantic refuses ``data``, and every problem found."""
     data = _without_nulls(model, data)
     built, errors = _build(model, data)
     if built is not None:
         return built, list(broken(built))
     wrong = [tuple(error["loc"]) for error in errors]
-    problems = [_problem(model, error) for error in errors if error["type"] not in _FOLLOWS]
+    problems = [_problem(model, error) for error in errors if error["type"] not in _CONSEQUENCES]
     problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
     return None, problems
 
 
 def legible(model: type[Spec], data: Any) -> Any:
-    """Return ``data`` without the fields that ``model`` does not know: what an older version reads of a newer one's."""
+    """Return ``data`` without the fields that ``model`` does not know, so that an older version reads newer data."""
     kept = copy.deepcopy(data)
     for error in _build(model, data)[1]:
         if error["type"] == "extra_forbidden":
-            *way, last = error["loc"]
-            reduce(getitem, way, kept).pop(last)
+            *parents, last = error["loc"]
+            reduce(getitem, parents, kept).pop(last)
     return kept
 
 
 def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Iterator[Problem]:
-    """Yield a problem for each rule that ``model``, found ``at``, breaks and that reads nothing unknown."""
+    """Yield a problem for each rule that ``model``, at the place ``at``, violates.
+
+    unknown: places whose values are invalid; rules that read one of them are not checked.
+    """
     for rule in model.rules:
         reads = [(*at, *place_of(read)) for read in rule.reads]
-        if not any(_touches(place, unknown) for place in reads) and not rule.ok(model):
+        if not any(_overlaps(place, unknown) for place in reads) and not rule.ok(model):
             yield Problem(
                 place=reads[0],
                 value=_plain(attrgetter(rule.reads[0])(model)),
@@ -169,7 +174,7 @@ def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Ite
                 fix=rule.fix,
             )
     for flaw in model.flaws():
-        if not _touches((*at, *flaw.place), unknown):
+        if not _overlaps((*at, *flaw.place), unknown):
             yield Problem(place=(*at, *flaw.place), reason=flaw.why, fix=flaw.fix)
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -207,27 +212,27 @@ def _problem(model: type[Spec], error: Any) -> Problem:
     if kind == "missing":
         return Problem(place=place, reason="is missing", fix="Add it")
     if kind == "extra_forbidden":
-        return Problem(place=place, value=value, reason="unknown field", fix=_meant(model, place))
+        return Problem(place=place, value=value, reason="unknown field", fix=_suggestion(model, place))
     if kind in _LIMITS:
         reason, fix = _LIMITS[kind]
         return Problem(place=place, value=value, reason=reason, fix=fix.format(**error.get("ctx", {})))
-    wanted = _WANTED.get(kind.split("_")[0], error["msg"])
-    return Problem(place=place, value=value, reason=f"is not {wanted}", fix=f"Give {wanted}")
+    expected = _EXPECTED.get(kind.split("_")[0], error["msg"])
+    return Problem(place=place, value=value, reason=f"is not {expected}", fix=f"Set it to {expected}")
 
 
-def _meant(model: type[Spec], place: Place) -> str:
+def _suggestion(model: type[Spec], place: Place) -> str:
     parent = model_at(model, place[:-1])
     known = sorted(fields(parent)) if parent else []
     close = get_close_matches(str(place[-1]), known, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]}?" if close else f"Known here: {', '.join(known)}"
+    return f"Did you mean {close[0]}?" if close else f"The known fields are: {', '.join(known)}"
 
 
-def _touches(place: Place, unknown: Sequence[Place]) -> bool:
+def _overlaps(place: Place, unknown: Sequence[Place]) -> bool:
     return any(place[: len(other)] == other or other[: len(place)] == place for other in unknown)
 
 
 def _without_nulls(model: type[Spec], data: Any) -> Any:
-    """Return ``data`` without the nulls that stand for a default, as the API server reads it."""
+    """Return ``data`` without the nulls of optional fields, which stand for the default, as for the API server."""
     if isinstance(data, list):
         return [_without_nulls(model, item) for item in data]
     if not isinstance(data, dict):

@@ -1,11 +1,10 @@
-"""CustomResourceDefinitions, made from the models: ``asyncflow crds``.
+"""Generator of the CustomResourceDefinitions from the models: ``asyncflow crds``.
 
-``schema_of`` makes of a model a structural OpenAPI v3 schema: references are put in place, ``X | None`` becomes an
-optional X, and each model's rules and frozen fields become ``x-kubernetes-validations``.
+``schema_of`` converts a model to a structural OpenAPI v3 schema: references are replaced by their definitions,
+``X | None`` becomes an optional X, and the rules and frozen fields of each model become ``x-kubernetes-validations``.
 
-Invariants: the files in ``crds/`` are exactly what ``render`` gives; ``check`` says where they are not. Every keyword
-that is left in a schema is one that the API server knows; one that has no counterpart there raises, it is not passed
-on.
+Invariants: the files in ``crds/`` are exactly the output of ``render``; ``check`` reports files that differ. A schema
+contains only keywords that the API server knows; a keyword without an equivalent there raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _HEADER = "# Made by `asyncflow crds` from runtime/asyncflow/api. Change the mod
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """A column of ``kubectl get``; those of priority 1 are shown with ``-o wide``."""
+    """A column of ``kubectl get``; columns of priority 1 are shown with ``-o wide`` only."""
 
     name: str
     path: str
@@ -41,7 +40,7 @@ class _Column:
 
 @dataclass(frozen=True, kw_only=True)
 class _Resource:
-    """A kind and what kubectl is told of it; scaled: what /scale changes and what it observes."""
+    """A kind, its names and its columns in kubectl; scaled: the fields that /scale changes and observes."""
 
     model: type[Spec]
     plural: str
@@ -112,12 +111,12 @@ _RESOURCES = (
 
 
 def render() -> dict[str, str]:
-    """Return the text of every CRD by its file name."""
+    """Return the text of every CRD, by file name."""
     return {f"{GROUP}_{resource.plural}.yaml": _HEADER + _text(_definition(resource)) for resource in _RESOURCES}
 
 
 def write(directory: Path) -> list[Path]:
-    """Write the CRDs into ``directory``; gives the files."""
+    """Write the CRDs into ``directory`` and return the files."""
     directory.mkdir(parents=True, exist_ok=True)
     files = {directory / name: text for name, text in render().items()}
     for file, text in files.items():
@@ -126,13 +125,13 @@ def write(directory: Path) -> list[Path]:
 
 
 def check(directory: Path) -> list[str]:
-    """Return one line for each file of ``directory`` that differs from what the models say; [] where none does."""
-    wanted = render()
+    """Return one line for each file of ``directory`` that differs from the output of ``render``."""
+    expected = render()
     found = {file.name: file.read_text(encoding="utf-8") for file in sorted(directory.glob("*.yaml"))}
     return [
-        *(f"{directory / name} is missing" for name in wanted if name not in found),
-        *(f"{directory / name} is out of date" for name in wanted if name in found and found[name] != wanted[name]),
-        *(f"{directory / name} belongs to no kind" for name in found if name not in wanted),
+        *(f"{directory / name} is missing" for name in expected if name not in found),
+        *(f"{directory / name} is out of date" for name in expected if name in found and found[name] != expected[name]),
+        *(f"{directory / name} belongs to no kind" for name in found if name not in expected),
     ]
 
 
@@ -168,7 +167,7 @@ def _definition(resource: _Resource) -> Schema:
 
 
 def _root(model: type[Spec]) -> Schema:
-    """Return the schema of a whole object; of its metadata Kubernetes lets us bound only the name."""
+    """Return the schema of a whole object. Kubernetes allows a CRD to restrict only the name in ``metadata``."""
     schema = schema_of(model)
     parts = schema["properties"]
     name = schema_of(ObjectMeta)["properties"]["name"]
@@ -182,9 +181,9 @@ def _root(model: type[Spec]) -> Schema:
 def _subresources(resource: _Resource) -> Schema:
     if resource.scaled is None:
         return {"status": {}}
-    wanted, observed = resource.scaled
+    desired, observed = resource.scaled
     scale = {
-        "specReplicasPath": wanted,
+        "specReplicasPath": desired,
         "statusReplicasPath": observed,
         "labelSelectorPath": ".status.selector",
     }
@@ -197,7 +196,7 @@ def _column(column: _Column) -> Schema:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes small parts in one line each, which halves a file that is mostly indentation; and no aliases."""
+    """Writes each small part on one line, since indentation would double the size of the file, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -228,13 +227,16 @@ _ANYTHING: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 def schema_of(model: type[Spec]) -> Schema:
-    """Return the structural schema of ``model``, with its rules. Raises ValueError for what none can say."""
+    """Return the structural schema of ``model``, with its rules.
+
+    Raises ValueError if a structural schema cannot express a part of the model.
+    """
     source = model.model_json_schema(by_alias=True)
     return _Inliner(source.get("$defs", {}), _models(model)).of(source) | _validations(model)
 
 
 def without_defaults(schema: Schema) -> Schema:
-    """Return ``schema`` without defaults and rules, for what only a controller writes."""
+    """Return ``schema`` without defaults and rules, for the status, which only a controller writes."""
     kept: Schema = {}
     for key, value in schema.items():
         if key == "properties":
@@ -247,7 +249,7 @@ def without_defaults(schema: Schema) -> Schema:
 
 
 class _Inliner:
-    """Puts definitions in the place of their references, keyword by keyword."""
+    """Converts a schema keyword by keyword and replaces each reference by its definition."""
 
     def __init__(self, definitions: Schema, models: dict[str, type[Spec]]) -> None:
         self._definitions = definitions
@@ -270,7 +272,7 @@ class _Inliner:
     def _optional(self, source: Schema) -> Schema:
         parts = [part for part in source["anyOf"] if part != {"type": "null"}]
         if len(parts) != 1:
-            raise ValueError(f"no structural schema can say {source['anyOf']}")
+            raise ValueError(f"a structural schema cannot express {source['anyOf']}")
         return self.of(parts[0] | {key: value for key, value in source.items() if key not in ("anyOf", "default")})
 
     def _keyword(self, key: str, value: Any, source: Schema) -> Schema:
@@ -293,18 +295,21 @@ class _Inliner:
             return {key: " ".join(value.split())}
         if key in _PASSED_ON:
             return {key: value}
-        raise ValueError(f"no structural schema has {key}: {value}")
+        raise ValueError(f"a structural schema has no keyword {key}: {value}")
 
     def _property(self, source: Schema, *, needed: bool) -> Schema:
         schema = self.of(source)
         if not needed and "anyOf" not in source and "default" not in schema and "properties" in schema:
             model = self._models[source["$ref"].rpartition("/")[2]]
-            schema["default"] = _least(model, schema)
+            schema["default"] = _smallest_default(model, schema)
         return schema
 
 
-def _least(model: type[Spec], schema: Schema) -> Schema:
-    """Return the least default of an object: what its rules read, for they judge a default before it is filled in."""
+def _smallest_default(model: type[Spec], schema: Schema) -> Schema:
+    """Return the smallest default of an object: the fields that its rules read.
+
+    The API server evaluates rules on a default before it fills in the defaults of the fields inside it.
+    """
     default: Schema = {}
     for reads in (
         *(read for rule in model.rules for read in rule.reads),
@@ -339,14 +344,14 @@ def _rule(rule: Rule) -> Schema:
 
 
 def _transition(model: type[Spec], frozen: Frozen) -> Schema:
-    """Return the rule that a field keeps its value; absent stays absent."""
+    """Return the rule that a field keeps its value; an absent field stays absent."""
     field = _field(frozen.reads)
     same = f"self{field} == oldSelf{field}"
     if frozen.existence:
         same = f"has(self{field}) == has(oldSelf{field})"
     elif _may_be_absent(model, frozen.reads):
         same = f"has(self{field}) == has(oldSelf{field}) && (!has(self{field}) || {same})"
-    return {"rule": same, "message": f"cannot change: {frozen.why}. Make another object", "fieldPath": field}
+    return {"rule": same, "message": f"cannot change: {frozen.why}. Create a new object", "fieldPath": field}
 
 
 def _field(reads: str) -> str:
@@ -359,7 +364,7 @@ def _may_be_absent(model: type[Spec], reads: str) -> bool:
     for parent in parents:
         inner = model_of(fields(here)[parent])
         if inner is None:
-            raise ValueError(f"{model.__name__}.{reads} leads through something that is no model")
+            raise ValueError(f"{model.__name__}.{reads} leads through a field that is not a model")
         here = inner
     info = next(info for name, info in here.model_fields.items() if (info.alias or name) == leaf)
     return not info.is_required() and (info.default is None or info.default_factory is not None)

@@ -1,10 +1,10 @@
-"""YAML documents as plain data, with the line of every value; changes by ``--set path=value``; plain data as YAML.
+"""Reader and writer of YAML documents as plain data, with the line of every value, and ``--set path=value`` overrides.
 
-Only what JSON can say is accepted: no tags, no dates, no octal numbers; ``5e-4`` is a number, as it is for kubectl.
+Only values that JSON can express are accepted: no tags, dates or octal numbers. ``5e-4`` is a number, as in kubectl.
 
-Invariants: the work is bounded by the limits below, whoever made the file: bytes, depth, aliases, and nodes after the
-expansion of aliases are counted while it is read. An override is checked exactly as if its value had been written into
-the file.
+Invariants: the limits below bound the work for any file, even a malicious one: bytes, depth, aliases, and nodes after
+the expansion of aliases are counted during parsing. An override is checked exactly as if its value were written in the
+file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHARACTERS_OF_A_NODE = 100
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,300})")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]{1,3})?")
 _BREAKS = re.compile("[\x85\u2028\u2029\ufeff]")
-"""Characters that YAML takes for line breaks, or for nothing, unless they are escaped."""
+"""Characters that YAML reads as line breaks, or ignores, unless they are escaped."""
 _WORDS: dict[str, bool | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -47,43 +47,45 @@ class _Anchored(NamedTuple):
 
 @dataclass
 class Document:
-    """The data of a document, and the line of each place in it (1 is the first)."""
+    """The data of a document, and the line of each place in it; the first line is 1."""
 
     data: Any
     lines: dict[Place, int] = field(default_factory=dict)
 
     @property
     def begin(self) -> int:
-        """The line at which it begins."""
+        """The first line of the document."""
         return self.lines[()]
 
     def line(self, path: Place) -> int:
-        """Return the line of ``path``, or of the nearest part of it that was written; 0 where there is none."""
+        """Return the line of ``path``, or of its nearest parent in the file; 0 if there is none."""
         return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 0)
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Read exactly one document. Raises ManifestError where there is none, a second one, or it breaks a limit."""
+    """Read exactly one document. Raises ManifestError for any other number, and if a limit is exceeded."""
     first, *more = parse_all(text, source=source)
     if more:
         where = f"{source}, line {more[0].begin}"
-        raise ManifestError("a second document", where=where, hint="Keep one manifest in a file")
+        hint = "Keep one manifest in a file"
+        raise ManifestError("a second document starts here", where=where, hint=hint)
     return first
 
 
 def parse_all(text: str, *, source: str) -> list[Document]:
-    """Read one or more documents. Raises ManifestError where there is none, one is empty, or they break a limit."""
+    """Read one or more documents. Raises ManifestError if there is none, one is empty, or a limit is exceeded."""
     try:
         return _Reader(text, source).documents()
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         line = f", line {mark.line + 1}" if mark else ""
         why = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error).splitlines()[0]
-        raise ManifestError(f"not YAML: {why}", where=f"{source}{line}", hint="Check indentation and quotes") from error
+        hint = "Check the indentation and the quotes"
+        raise ManifestError(f"this is not YAML: {why}", where=f"{source}{line}", hint=hint) from error
 
 
 class _Reader:
-    """Builds data from the parser's events, counting as it goes."""
+    """Builds data from the parser's events and counts nodes and aliases meanwhile."""
 
     def __init__(self, text: str, source: str) -> None:
         self._events: Iterator[Any] = yaml.parse(text, Loader=_PARSER)
@@ -100,10 +102,11 @@ class _Reader:
                 self._anchors, self._lines = {}, {}
                 found.append(Document(self._node(next(self._events), ()), self._lines))
         if not found or found[0].data is None:
-            raise ManifestError("the file is empty", where=self._source, hint="Write a manifest into it")
+            raise ManifestError("the file is empty", where=self._source, hint="Write a manifest into the file")
         if empty := next((each for each in found if each.data is None), None):
             where = f"{self._source}, line {empty.begin}"
-            raise ManifestError("an empty document", where=where, hint="Remove the --- around it")
+            hint = "Remove the superfluous --- line, or write a manifest below it"
+            raise ManifestError("an empty document", where=where, hint=hint)
         return found
 
     def _node(self, event: Any, path: Place) -> Any:
@@ -112,9 +115,10 @@ class _Reader:
         before = self._nodes
         self._count(event, 1 + len(getattr(event, "value", "")) // _CHARACTERS_OF_A_NODE)
         if len(path) > MAX_DEPTH:
-            raise self._refuse(event, f"nested more than {MAX_DEPTH} deep", "A manifest is not that deep")
+            hint = "Check the file: no valid manifest is so deep"
+            raise self._refuse(event, f"values are nested more than {MAX_DEPTH} levels deep", hint)
         if event.tag is not None:
-            raise self._refuse(event, f"tag {event.tag!r}", "Write plain values, without tags")
+            raise self._refuse(event, f"the YAML tag {event.tag!r} is not allowed", "Write plain values, without tags")
         self._lines.setdefault(path, _line(event))
         value: Any
         if isinstance(event, yaml.MappingStartEvent):
@@ -133,9 +137,9 @@ class _Reader:
             if isinstance(event, yaml.MappingEndEvent):
                 break
             if not isinstance(event, yaml.ScalarEvent):
-                raise self._refuse(event, "a key that is not a word", "Write plain keys")
+                raise self._refuse(event, "a key is not a plain string", "Write a plain string as the key")
             if event.value in mapping:
-                raise self._refuse(event, f"key {event.value!r} twice in one mapping", "Keep one of them")
+                raise self._refuse(event, f"the key {event.value!r} occurs twice in one mapping", "Remove one of them")
             place = (*path, event.value)
             self._lines[place] = _line(event)
             mapping[event.value] = self._node(next(self._events), place)
@@ -152,17 +156,20 @@ class _Reader:
     def _alias(self, event: Any) -> Any:
         anchored = self._anchors.get(event.anchor)
         if anchored is None:
-            raise self._refuse(event, f"alias of {event.anchor!r}, which is not defined before", "Write the value")
+            what = f"the alias *{event.anchor} has no anchor &{event.anchor} before it"
+            raise self._refuse(event, what, "Define the anchor first, or write the value")
         self._aliases += 1
         if self._aliases > MAX_ALIASES:
-            raise self._refuse(event, f"more than {MAX_ALIASES} aliases", "Write the values out")
+            hint = "Write the values in place of the aliases"
+            raise self._refuse(event, f"there are more than {MAX_ALIASES} aliases", hint)
         self._count(event, anchored.nodes)
         return copy.deepcopy(anchored.value)
 
     def _count(self, event: Any, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
-            raise self._refuse(event, f"more than {MAX_NODES} values", "A manifest is not that large")
+            hint = "Check the file: no valid manifest is so large"
+            raise self._refuse(event, f"there are more than {MAX_NODES} values", hint)
 
     def _refuse(self, event: Any, what: str, hint: str) -> ManifestError:
         return ManifestError(what, where=f"{self._source}, line {_line(event)}", hint=hint)
@@ -187,7 +194,7 @@ def _scalar(event: Any) -> str | int | float | bool | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that this module, or an older YAML, would read as something else."""
+    """Quotes every string that this module, or a YAML 1.1 parser, would read as another type."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         quoted = '"' if _BREAKS.search(text) else None
@@ -200,7 +207,7 @@ for _pattern in (_INT, _FLOAT):
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Write plain data as YAML that ``parse`` reads back as it was."""
+    """Return plain data as YAML, which ``parse`` reads back as the same data."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -211,29 +218,31 @@ _ROOTS = ("spec", "metadata")
 def apply(document: Document, overrides: Sequence[str]) -> None:
     """Write each ``path=value`` into ``document``. Paths start at spec, or at the root with ``spec.``, ``metadata.``.
 
-    Raises ManifestError where an override is not of this form, or its path leads through something that is no mapping.
+    Raises ManifestError if an override does not have this form, or if a parent in its path is not a mapping.
     """
     for override in overrides:
         path, separator, text = override.partition("=")
         where = f"--set {override}"
         keys = path.strip().split(".")
         if not separator or not all(keys):
-            raise ManifestError("not of the form path=value", where=where, hint="E.g. --set algorithm.steps=5")
+            hint = "Write e.g. --set algorithm.steps=5"
+            raise ManifestError("the override does not have the form path=value", where=where, hint=hint)
         try:
             override.encode()
         except UnicodeEncodeError as error:
-            raise ManifestError("not UTF-8 text", where=where, hint="Write it in UTF-8") from error
+            raise ManifestError("the override is not UTF-8 text", where=where, hint="Write it in UTF-8") from error
         if keys[0] not in _ROOTS:
             keys = ["spec", *keys]
         document.lines = {place: line for place, line in document.lines.items() if place[: len(keys)] != tuple(keys)}
         value, *more = parse(f"value: {text}", source=where).data.values()
         if more:
-            raise ManifestError("not of the form path=value", where=where, hint="Give each value a --set of its own")
+            hint = "Pass one --set for each value"
+            raise ManifestError("the override does not have the form path=value", where=where, hint=hint)
         _put(document.data, keys, value, where=where)
 
 
 def latest(overrides: Sequence[str]) -> list[str]:
-    """Return ``overrides`` without those whose path is set again later."""
+    """Return the last override of each path."""
     last = {override.partition("=")[0].strip(): index for index, override in enumerate(overrides)}
     return [override for index, override in enumerate(overrides) if index in last.values()]
 
@@ -243,7 +252,6 @@ def _put(data: Any, keys: Sequence[str], value: Any, *, where: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         here = here.setdefault(key, {})
         if not isinstance(here, dict):
-            raise ManifestError(
-                f"{'.'.join(keys[: depth + 1])} is no mapping", where=where, hint="Set it as a whole: path={key: value}"
-            )
+            what = f"{'.'.join(keys[: depth + 1])} is not a mapping"
+            raise ManifestError(what, where=where, hint="Set it as a whole: path={key: value}")
     here[keys[-1]] = value

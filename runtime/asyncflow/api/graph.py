@@ -1,23 +1,24 @@
-"""The flow of a job as data: each task, what it reads and writes, how rows are selected for it, and which role runs it.
+"""The graph of a job's tasks: the columns that each reads and writes, its order of rows, and the role that runs it.
 
     train:  prompt_ids, task ─> rollout ─> response, reward ─> [users' tasks] ─> advantage ─> train
                                                     └────────> [reference] ────────────────> train
     eval:   prompt_ids, task ─> rollout ─> response, reward ─> score
 
-Where the reward is a role of its own, it stands behind rollout, in both partitions, and writes ``reward``.
+If the reward is a role of its own, it follows rollout in both partitions and writes ``reward``.
 
-The critic of an algorithm that has one stands beside ``train``, inside the trainer or as a role of its own, and is no
-task: the values of a sample are those of the critic as it was before the step that trains the sample, and which step
-that is, is known when its rows are taken for it. Values that were computed as responses come would be stale by then.
+A critic, inside the trainer or as a role of its own, works next to ``train`` and is not a task: the values of a sample
+must come from the critic as it is immediately before the step that trains the sample, and that step is known only when
+its rows are claimed. Values computed when the response arrives would be stale by then.
 
-Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
-and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
-advantage, because there its failures are decided about with those of rewards; the reference stands beside it. A task
-without a function is run by the user's own process, a client. With an environment a response has a loss mask, too.
+Other modules derive from this graph the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the
+edges and the drawing of ``asyncflow plan``, and the errors that ``validate`` reports. Users' tasks run between rollout
+and advantage, so that the driver handles their failures together with failures of rewards; the reference runs in
+parallel to them. A task without a function is run by the user's own process, a client. With an environment a response
+also has a loss mask.
 
-Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that
-is read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to
-run it.
+Invariants: the graph is a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every
+column that is read is written, the tasks have an order in which each reads only columns of earlier tasks, and each has
+a process to run it.
 """
 
 from __future__ import annotations
@@ -34,29 +35,30 @@ if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
 
 CRITIC: Final = "critic"
-"""The critic, and its role where it has one."""
+"""Name of the critic, and of its role."""
 REFERENCE: Final = "reference"
-"""The task of the reference model, and its role."""
+"""Name of the task of the reference model, and of its role."""
 REWARD: Final = "reward"
-"""The task of the reward where it is a role of its own, its role, and the column of rewards."""
+"""Name of the column of rewards; also of the task and the role, if the reward is a role of its own."""
 ADVANTAGE: Final = "advantage"
-"""Column that the driver writes, and its task; of some algorithms the column has another name."""
+"""Name of the driver's task, and of the column that it writes; some algorithms give the column another name."""
 REF_LOGPROBS: Final = "ref_logprobs"
-"""Column of the reference's log-probs: one for each response token."""
+"""Column of the reference model's log-probs, one for each response token."""
 PROMPT: Final = ("prompt_ids", "task")
 RESPONSE: Final = ("response_ids", "logprobs", "versions", REWARD)
 DRIVER_LEASE_S: Final = 10.0
-"""The driver decides at once: a longer lease would only delay the next driver."""
+"""Lease of the driver's tasks. It is short because a restarted driver has to wait until it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One task of one partition.
 
-    reads: columns that make a row ready for it; writes: columns that it adds; role, replicas: what runs it, and how
-    many processes; gang: whether all ranks of the trainer take the rows together; groups: whole groups only; order:
-    which rows come first (``asyncflow.flow.selection``); shared_tokens: see ``TaskSpec`` of the queue; lease_s: seconds
-    until a lease ends; place: of the field of the job's spec that describes it, () for what every job has.
+    reads: columns that make a row ready for the task; writes: columns that it adds; role, replicas: the role that runs
+    it, and the number of its processes; gang: whether all ranks of the trainer claim the rows together; groups: whether
+    it claims whole groups only; order: the order in which it claims rows (``asyncflow.flow.selection``); shared_tokens:
+    see ``TaskSpec`` of the queue; lease_s: seconds until a lease ends; place: the field of the job's spec that
+    describes the task, () for a task that every job has.
     """
 
     partition: str
@@ -75,10 +77,10 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Companion:
-    """A model that learns beside a task, which asks it for each micro-batch; it takes no rows of the queue.
+    """A model that a task queries for each micro-batch and that is trained with it; it claims no rows of the queue.
 
-    task: the one that asks; reads: what it is given; writes: what it answers; role: of the process that it is in; when:
-    as of when it answers, in words.
+    task: the task that queries it; reads: columns of a query; writes: columns of the reply; role: the role in whose
+    process it is; when: the state of the model in which it replies, as a phrase.
     """
 
     name: str
@@ -90,14 +92,15 @@ class Companion:
 
     @property
     def inside(self) -> bool:
-        """Return whether it is in the process of the task that asks."""
+        """Return whether the model is in the process of the task that queries it."""
         return self.role != self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobGraph:
-    """The tasks of a job. sources: the columns with which the driver creates rows, by partition; companions: of tasks
-    of training.
+    """The tasks of a job.
+
+    sources: the columns with which the driver creates rows, by partition; companions: the companions of training tasks.
     """
 
     sources: Mapping[str, tuple[str, ...]]
@@ -109,20 +112,20 @@ class JobGraph:
         return tuple(task for task in self.tasks if task.partition == partition)
 
     def writer(self, partition: str, column: str) -> Task | None:
-        """Return the task that writes a column; None for what the driver creates, or where nobody does."""
+        """Return the task that writes a column; None if the driver creates it, or if it has no writer."""
         return next((task for task in self.of(partition) if column in task.writes), None)
 
     def before(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks whose columns ``task`` reads, each once."""
+        """Return the tasks that write the columns that ``task`` reads, each once."""
         found = (self.writer(task.partition, column) for column in task.reads)
         return tuple(dict.fromkeys(one for one in found if one is not None))
 
     def beside(self, task: Task) -> tuple[Companion, ...]:
-        """Return the models that learn beside a task."""
+        """Return the companions of a task."""
         return tuple(one for one in self.companions if (TRAIN, one.task) == (task.partition, task.name))
 
     def layers(self, partition: str) -> list[list[Task]]:
-        """Return the tasks in layers, each of which reads only what those before it wrote; without those in a cycle."""
+        """Return the tasks in layers: a task reads only columns of earlier layers. Tasks in a cycle are left out."""
         left, layers, done = list(self.of(partition)), [], set[str]()
         while layer := [task for task in left if all(one.name in done for one in self.before(task))]:
             layers.append(layer)
@@ -132,10 +135,10 @@ class JobGraph:
 
 
 def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False) -> JobGraph:
-    """Return the flow that a manifest describes, sound or not.
+    """Return the graph that a manifest describes, even if it has flaws.
 
-    decided: the column that the driver writes of a sample that is to be trained (``Algorithm.writes``); critic: whether
-    the algorithm has one.
+    decided: the column that the driver writes for a sample that is to be trained (``Algorithm.writes``); critic:
+    whether the algorithm has a critic.
     """
     own = [_users(spec, index) for index in range(len(spec.tasks))]
     written = tuple(column for task in own for column in task.writes)
@@ -171,17 +174,17 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False)
 
 
 def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
-    """Return the columns that the trainer is given beside those of every job."""
+    """Return the columns that the trainer reads in addition to the columns that it reads in every job."""
     mask = (LOSS_MASK,) if spec.environment is not None else ()
     written = (column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes)
     return (*mask, *(column for column in written if column not in RESPONSE))
 
 
 def flaws(graph: JobGraph) -> Iterator[Flaw]:
-    """Yield what is wrong with a graph; nothing where it can run."""
+    """Yield the errors of a graph; none if it can run."""
     for partition, sources in graph.sources.items():
         tasks = graph.of(partition)
-        yield from _twice(tasks)
+        yield from _duplicate_names(tasks)
         yield from _writers(tasks, sources)
         known = {*sources, *(column for task in tasks for column in task.writes)}
         for task in tasks:
@@ -190,29 +193,29 @@ def flaws(graph: JobGraph) -> Iterator[Flaw]:
                     yield _flaw(
                         task,
                         "reads",
-                        f"the task {task.name} reads {column!r}, which nobody writes",
-                        f"Known columns: {', '.join(sorted(known))}",
+                        f"the task {task.name} reads the column {column!r}, which no task writes",
+                        f"Read some of the columns {', '.join(sorted(known))}",
                     )
         in_order = {task.name for layer in graph.layers(partition) for task in layer}
-        circle = [task for task in tasks if task.name not in in_order]
-        own = [task for task in circle if task.place]
-        if circle:
-            names = ", ".join(task.name for task in circle)
-            blamed = own[0] if own else circle[0]
-            fix = "Read only what tasks before it write; users' tasks come before advantage"
+        cycle = [task for task in tasks if task.name not in in_order]
+        own = [task for task in cycle if task.place]
+        if cycle:
+            names = ", ".join(task.name for task in cycle)
+            blamed = own[0] if own else cycle[0]
+            fix = "Read only columns that earlier tasks write; users' tasks come before advantage"
             yield _flaw(blamed, "reads", f"the tasks {names} wait for each other", fix)
 
 
-def _twice(tasks: Sequence[Task]) -> Iterator[Flaw]:
+def _duplicate_names(tasks: Sequence[Task]) -> Iterator[Flaw]:
     counts = Counter(task.name for task in tasks)
     seen: set[str] = set()
     for task in tasks:
         if task.name in seen:
-            yield _flaw(task, "name", f"two tasks are called {task.name!r}", "Take another name")
+            yield _flaw(task, "name", f"two tasks are called {task.name!r}", "Choose another name")
         seen.add(task.name)
     for task in tasks:
         if _is_users(task) and task.name in RESERVED and counts[task.name] == 1:
-            yield _flaw(task, "name", f"{task.name!r} is the name of a task of every job", "Take another name")
+            yield _flaw(task, "name", f"{task.name!r} is the name of a task of every job", "Choose another name")
 
 
 def _writers(tasks: Sequence[Task], sources: Sequence[str]) -> Iterator[Flaw]:
@@ -221,7 +224,7 @@ def _writers(tasks: Sequence[Task], sources: Sequence[str]) -> Iterator[Flaw]:
         for column in task.writes:
             if column in writer:
                 why = f"the column {column!r} has two writers: {writer[column]} and the task {task.name}"
-                yield _flaw(task, "writes", why, "Give each column one writer")
+                yield _flaw(task, "writes", why, "Rename the column, so that one task writes it")
             writer.setdefault(column, f"the task {task.name}")
 
 
@@ -230,7 +233,7 @@ def _is_users(task: Task) -> bool:
 
 
 RESERVED: Final = ("rollout", REFERENCE, REWARD, ADVANTAGE, "train", "score")
-"""Names of tasks that are the project's own."""
+"""Names of built-in tasks."""
 
 
 def _flaw(task: Task, field: str, why: str, fix: str) -> Flaw:

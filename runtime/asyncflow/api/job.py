@@ -1,7 +1,7 @@
-"""RLJob: one manifest for a whole training run, on one machine and on Kubernetes.
+"""RLJob: the manifest of a whole training run, on one machine or on Kubernetes.
 
-Invariant: nothing that a run does depends on anything but this manifest and the files it names. What no substrate can
-run is refused here, by rules that the CRD repeats.
+Invariants: a run depends only on its manifest and on the files that the manifest names. The rules below, which the CRD
+repeats, refuse every job that no substrate can run.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class RLJobSpec(Spec):
     data: DataSpec
     """The prompts."""
     reward: RewardSpec
-    """The judge."""
+    """The reward."""
     environment: EnvironmentSpec | None = None
     """The environment that answers a turn of the model. Absent: a response has one turn."""
     algorithm: AlgorithmSpec
     """The algorithm."""
     sampling: SamplingSpec
-    """Settings of the sampling of responses."""
+    """Sampling of responses."""
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
     """Overlap of generation and training."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
@@ -64,11 +64,11 @@ class RLJobSpec(Spec):
     reference: ReferenceSpec | None = None
     """The reference model as a role of its own. Absent: the trainer computes it."""
     critic: CriticSpec | None = None
-    """The critic, of algorithms that have one. Absent: all of its settings are the usual ones."""
+    """The critic, for algorithms that have one. Absent: its settings have their defaults."""
     tasks: Annotated[tuple[UserTaskSpec, ...], Field(max_length=5, json_schema_extra=keyed_by("name"))] = ()
-    """Tasks of the user's own: functions over finished responses, each in processes of its own."""
+    """User-defined tasks: functions over finished responses, each in processes of its own."""
     driver: DriverSpec = Field(default_factory=DriverSpec)
-    """Place of the driver."""
+    """The driver."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
     """Additions to all pods of the job."""
     transfer_queue: QueueSpec = Field(default_factory=QueueSpec)
@@ -76,7 +76,7 @@ class RLJobSpec(Spec):
     weight_sync: JobWeightsSpec = Field(default_factory=JobWeightsSpec)
     """The versions of weights."""
     storage: StorageSpec = Field(default_factory=StorageSpec)
-    """Durable storage: what outlives processes."""
+    """Durable storage."""
     telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
     """Figures of the run."""
     evaluation: EvaluationSpec | None = None
@@ -90,7 +90,7 @@ class RLJobSpec(Spec):
     scheduling: SchedulingSpec = Field(default_factory=SchedulingSpec)
     """Scheduling of the gang as a whole."""
     suspend: bool = False
-    """Checkpoint and release all processes; false again resumes."""
+    """True: write a checkpoint and end all processes. False again: resume."""
     managed_by: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$", max_length=253)] | None = None
     """Controller that manages the job instead of this operator, as ``domain/name``."""
 
@@ -101,7 +101,7 @@ class RLJobSpec(Spec):
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Samples of one prompt, by what they are for: ``train`` or ``eval``."""
+        """Number of samples of one prompt, by partition: ``train`` or ``eval``."""
         evaluated = self.evaluation.group_size if self.evaluation is not None else 0
         return {"train": self.algorithm.group_size, "eval": evaluated}
 
@@ -135,12 +135,12 @@ class RLJobSpec(Spec):
 
     @property
     def bytes_of_interval(self) -> int:
-        """Bytes with which the queue never stands still, whatever is written when.
+        """Bytes that the units need together so that the queue never blocks, in whichever order rows are written.
 
-        Training samples hold theirs until a checkpoint commits them: those of ``checkpoints.every`` steps, and of the
-        steps whose prompts are out ahead. Samples of an evaluation leave as soon as they are judged, so they only have
-        to pass through: one part of a put. One more part for each further unit: then, as long as a part fits into what
-        is left of all units together, it fits into one of them.
+        Training samples keep their bytes until a checkpoint commits them: the samples of ``checkpoints.every`` steps,
+        and of the ``schedule.ahead`` steps beyond. Samples of an evaluation are removed as soon as they are scored, so
+        they need only the bytes of one part of a put. Each unit adds the bytes of one part: then a part that fits into
+        the free bytes of all units together also fits into one unit.
         """
         inputs = 4 * self.sampling.max_prompt_tokens + self.data.max_task_bytes
         row = inputs + sum(self.output_bytes.values())
@@ -151,16 +151,16 @@ class RLJobSpec(Spec):
 
     @property
     def task_roles(self) -> dict[RoleName, UserTaskSpec]:
-        """The tasks that the job's own processes do, by their roles."""
+        """The tasks that processes of the job run, by role."""
         return {task_role(task.name): task for task in self.tasks if task.function is not None}
 
     @property
     def own_tasks(self) -> dict[str, UserTaskSpec]:
-        """The tasks that are left to a process of the user's, by name."""
+        """The tasks that the user's own process runs, by name."""
         return {task.name: task for task in self.tasks if task.function is None}
 
     def flaws(self) -> Iterator[Flaw]:
-        """Yield what is wrong with the tasks of the job."""
+        """Yield the errors of the graph of tasks."""
         return flaws(graph_of(self))
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -168,15 +168,15 @@ class RLJobSpec(Spec):
             reads=("data.train.source", "trainer.external"),
             ok=lambda job: job.trainer.external or not job.data.train.source.startswith("put://"),
             cel="self.trainer.external || !self.data.train.source.startsWith('put://')",
-            why="put:// has no prompts until a trainer of your own puts them",
-            fix="Set trainer.external: true, or name a source that has prompts",
+            why="put:// has no prompts until your own trainer process puts them",
+            fix="Set trainer.external: true, or set a source that has prompts",
         ),
         Rule(
             reads=("tasks", "trainer.external"),
             ok=lambda job: job.trainer.external or not job.own_tasks,
             cel="self.trainer.external || !has(self.tasks) || self.tasks.all(t, has(t.function))",
-            why="a task without a function is left to a process of yours, which joins as the trainer does",
-            fix="Set trainer.external: true, or give the task a function",
+            why="a task without a function needs your own process, which joins as the trainer",
+            fix="Set trainer.external: true, or set the function of the task",
         ),
         Rule(
             reads=("critic.role.replicas", "trainer.replicas"),
@@ -186,8 +186,8 @@ class RLJobSpec(Spec):
             cel="!has(self.critic) || !has(self.critic.role) || self.critic.role.replicas <= self.trainer.replicas"
             " * (has(self.trainer.ranksPerReplica) ? self.trainer.ranksPerReplica"
             " : self.trainer.accelerator.count > 1 ? self.trainer.accelerator.count : 1)",
-            why="each rank of the trainer asks one process of the critic, and nobody would ask the others",
-            fix="Give at most the number of ranks of the trainer",
+            why="each rank of the trainer uses one process of the critic; further ones would be idle",
+            fix="Set at most the number of ranks of the trainer",
         ),
         Rule(
             reads=("evaluation", "data.eval"),
@@ -195,7 +195,7 @@ class RLJobSpec(Spec):
             cel="!has(self.evaluation) || has(self.data.eval)"
             " || (has(self.data.evalSets) && size(self.data.evalSets) > 0)",
             why="there are no prompts to evaluate on",
-            fix="Give data.eval or data.evalSets, or leave evaluation out",
+            fix="Set data.eval or data.evalSets, or remove evaluation",
         ),
         Rule(
             reads=("storage.checkpoints.keep_best", "evaluation"),
@@ -208,8 +208,8 @@ class RLJobSpec(Spec):
             ),
             cel="!has(self.storage.checkpoints.keepBest) || (has(self.evaluation)"
             " && (self.storage.checkpoints.keepBest != 'greedy' || self.evaluation.greedy))",
-            why="nothing measures which checkpoint is the best",
-            fix="Give evaluation (for keepBest: greedy with greedy: true), or leave keepBest out",
+            why="no evaluation measures which checkpoint is the best",
+            fix="Set evaluation (and evaluation.greedy: true for keepBest: greedy), or remove keepBest",
         ),
         Rule(
             reads=("reward.function", "reward.components", "data.train.source", "data.eval", "data.eval_sets"),
@@ -222,8 +222,8 @@ class RLJobSpec(Spec):
             " || (self.data.train.source.startsWith('gym://')"
             " && (!has(self.data.eval) || self.data.eval.source.startsWith('gym://'))"
             " && (!has(self.data.evalSets) || self.data.evalSets.all(d, d.source.startsWith('gym://'))))",
-            why="it scores prompts of gym:// only, and every other response would get 0",
-            fix="Take gym:// sources, or task, math_verify or module:function",
+            why="the function gym scores prompts of gym:// only; other responses would get 0",
+            fix="Use gym:// sources, or another function, e.g. task, math_verify or module:function",
         ),
         Rule(
             reads=("trainer.backend.tokens_per_micro_batch", "sampling.max_prompt_tokens", "sampling.max_tokens"),
@@ -234,7 +234,7 @@ class RLJobSpec(Spec):
             cel="!has(self.trainer.backend.tokensPerMicroBatch) || self.trainer.backend.tokensPerMicroBatch"
             " >= self.sampling.maxPromptTokens + self.sampling.maxTokens",
             why="the longest sample does not fit into a micro-batch, and samples are never cut",
-            fix="Give at least sampling.maxPromptTokens + sampling.maxTokens",
+            fix="Set at least sampling.maxPromptTokens + sampling.maxTokens",
         ),
         Rule(
             reads=(
@@ -262,12 +262,12 @@ class RLJobSpec(Spec):
             f"{_ROW_CEL} * double(self.algorithm.promptsPerStep * self.algorithm.groupSize)"
             f" * (double(self.storage.checkpoints.every) + {AHEAD_CEL})"
             f" + {_PART_CEL} * double(self.transferQueue.storageUnits)",
-            why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
-            fix="Give storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
-            " + storageUnits * part, or checkpoint more often; row = 4 maxPromptTokens + maxTaskBytes + 16 maxTokens"
-            " + 8, with a reference 4 maxTokens more, with an environment maxTokens more, and 8 for each entry that"
-            " tasks write; ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
-            " (1 + stalenessThreshold) * syncEvery; part = the more of 1Mi and row * samples of a prompt",
+            why="the storage units cannot hold the samples of one checkpoint interval",
+            fix="Set storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
+            " + storageUnits * part, or reduce checkpoints.every. Here row = 4 maxPromptTokens + maxTaskBytes + 16"
+            f" maxTokens + {MOST_DETAILS + 8}, plus 4 maxTokens with a reference, maxTokens with an environment, and 8"
+            " for each entry that tasks write; ahead = 1 (quota, update sync), 2 (quota, delayed), otherwise"
+            " min(maxStaleness + 1, (1 + stalenessThreshold) * syncEvery); part = max(1Mi, row * samples of a prompt)",
         ),
         Rule(
             reads=("elasticity.enabled", "rollout.min_replicas", "rollout.max_replicas", "rollout.replicas"),
@@ -276,8 +276,8 @@ class RLJobSpec(Spec):
             " || (has(self.rollout.minReplicas) ? self.rollout.minReplicas : self.rollout.replicas > 0 ? 1 : 0)"
             " < (has(self.rollout.maxReplicas) ? self.rollout.maxReplicas"
             " : self.rollout.replicas > 0 ? self.rollout.replicas : 1)",
-            why="minReplicas equals maxReplicas: there is nothing to scale",
-            fix="Give rollout.minReplicas < rollout.maxReplicas",
+            why="minReplicas equals maxReplicas, so there is nothing to scale",
+            fix="Set rollout.minReplicas < rollout.maxReplicas",
         ),
         Rule(
             reads=(
@@ -291,22 +291,22 @@ class RLJobSpec(Spec):
             ),
             ok=lambda job: job.schedule.require_batches <= 1 or job.schedule.steps_out <= job.schedule.ahead,
             cel=f"self.schedule.requireBatches <= 1 || double({STEPS_OUT_CEL}) <= {AHEAD_CEL}",
-            why="so many batches are never complete: generation does not run so far ahead of the newest weights",
-            fix="Give fewer, of which syncEvery is a multiple, or a larger maxStaleness and stalenessThreshold",
+            why="so many batches are never complete: generation may not run so far ahead of the newest weights",
+            fix="Set a divisor of syncEvery, or a larger maxStaleness and stalenessThreshold",
         ),
         Rule(
             reads=("weight_sync.stagger", "schedule.update"),
             ok=lambda job: job.weight_sync.stagger is None or job.schedule.update == "staggered",
             cel="!has(self.weightSync.stagger) || (has(self.schedule.update) && self.schedule.update == 'staggered')",
-            why="rollouts that are not staggered change weights whenever they can",
-            fix="Give schedule.update: staggered, or leave stagger out",
+            why="stagger limits the update staggered only",
+            fix="Set schedule.update: staggered, or remove stagger",
         ),
         Rule(
             reads=("algorithm.old", "schedule.mode"),
             ok=lambda job: job.algorithm.old != "lagged" or job.schedule.mode == "periodic",
             cel="self.algorithm.old != 'lagged' || self.schedule.mode == 'periodic'",
-            why="log-probs one step behind belong to periodic asynchrony",
-            fix="Give schedule.mode: periodic, or algorithm.old: behaviour",
+            why="old: lagged is defined for the mode periodic only",
+            fix="Set schedule.mode: periodic, or algorithm.old: behaviour",
         ),
         Rule(
             reads=(
@@ -322,15 +322,15 @@ class RLJobSpec(Spec):
                 job.algorithm.old != "recompute" or job.algorithm.correction is not None or job.schedule.lag == 0
             ),
             cel=f"self.algorithm.old != 'recompute' || has(self.algorithm.correction) || {LAG_CEL} == 0",
-            why="samples are of older weights, and without a correction for them the ratio would be 1 for all",
-            fix="Give algorithm.correction, algorithm.old: behaviour, or schedule.mode: sync or periodic",
+            why="samples come from older weights, and old: recompute does not correct for them",
+            fix="Set algorithm.correction, algorithm.old: behaviour, or schedule.mode: sync or periodic",
         ),
         Rule(
             reads=("algorithm.filter_zero_variance", "schedule.deterministic"),
             ok=lambda job: job.algorithm.filter_zero_variance != "drop" or not job.schedule.deterministic,
             cel="self.algorithm.filterZeroVariance != 'drop' || !self.schedule.deterministic",
-            why="which prompts replace the dropped groups depends on arrival times",
-            fix="Give filterZeroVariance: keep, or schedule.deterministic: false",
+            why="the prompts that replace dropped groups depend on arrival times",
+            fix="Set filterZeroVariance: keep, or schedule.deterministic: false",
         ),
         Rule(
             reads=("schedule.deterministic", "rollout.engine.name", "rollout.accelerator.profile"),
@@ -342,14 +342,14 @@ class RLJobSpec(Spec):
             cel="!self.schedule.deterministic || self.rollout.engine.name != 'vllm'"
             " || self.rollout.accelerator.profile == 'nvidia'",
             why="vLLM has batch-invariant kernels on NVIDIA GPUs only",
-            fix="Give false, the engine transformers, or the profile nvidia",
+            fix="Set deterministic: false, the engine transformers, or the profile nvidia",
         ),
         Rule(
             reads=("algorithm.epochs", "algorithm.mini_batches", "schedule.mode"),
             ok=lambda job: job.schedule.mode != "periodic" or job.algorithm.epochs * job.algorithm.mini_batches == 1,
             cel="self.schedule.mode != 'periodic' || self.algorithm.epochs * self.algorithm.miniBatches == 1",
-            why="the mode periodic trains samples as they arrive, and several updates need those of a whole step",
-            fix="Give mode: sync or async, or leave epochs and miniBatches at 1",
+            why="the mode periodic trains samples as they arrive, but several updates need all samples of a step",
+            fix="Set mode: sync or async, or leave epochs and miniBatches at 1",
         ),
         Rule(
             reads=("reference", "algorithm.kl.coefficient", "algorithm.name"),
@@ -357,8 +357,8 @@ class RLJobSpec(Spec):
                 job.reference is None or job.algorithm.kl.coefficient > 0 or job.algorithm.name in ("dpo", "ipo")
             ),
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0 || self.algorithm.name in ['dpo', 'ipo']",
-            why="a reference model is only used by DPO, IPO and the KL penalty, whose coefficient is 0",
-            fix="Give algorithm.kl.coefficient, or leave reference out",
+            why="only DPO, IPO and the KL penalty use a reference model, and the KL coefficient is 0",
+            fix="Set algorithm.kl.coefficient, or remove reference",
         ),
         Rule(
             reads=("critic.role", "storage.checkpoints.claim", "storage.checkpoints.access_mode"),
@@ -370,30 +370,30 @@ class RLJobSpec(Spec):
             ),
             cel="!has(self.critic) || !has(self.critic.role) || !has(self.storage.checkpoints.claim)"
             " || self.storage.checkpoints.accessMode == 'ReadWriteMany'",
-            why="trainer and critic write a checkpoint together, and a claim for one writer is seen on one node",
-            fix="Give storage.checkpoints.accessMode: ReadWriteMany, or leave critic.role out",
+            why="trainer and critic write a checkpoint together, but ReadWriteOnce mounts the claim on one node",
+            fix="Set storage.checkpoints.accessMode: ReadWriteMany, or remove critic.role",
         ),
         Rule(
             reads=("critic.warmup_steps", "algorithm.steps"),
             ok=lambda job: job.critic is None or job.critic.warmup_steps < job.algorithm.steps,
             cel="!has(self.critic) || self.critic.warmupSteps < self.algorithm.steps",
             why="the run ends before the policy is trained",
-            fix="Give critic.warmupSteps < algorithm.steps",
+            fix="Set critic.warmupSteps < algorithm.steps",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         Frozen(reads="model.source", why="checkpoints and published versions belong to the old model"),
         Frozen(reads="data.train.source", why="the ledger counts serials of the old data"),
         Frozen(reads="data.train.seed", why="the ledger counts serials of the old order"),
-        Frozen(reads="environment", why="samples on their way have the turns and columns of the old one"),
-        Frozen(reads="schedule.mode", why="samples on their way carry versions of the old schedule"),
-        Frozen(reads="schedule.update", why="samples on their way carry versions of the old schedule"),
-        Frozen(reads="schedule.swap_at", why="samples on their way carry versions of the old schedule"),
+        Frozen(reads="environment", why="unfinished samples have the turns and columns of the old one"),
+        Frozen(reads="schedule.mode", why="unfinished samples have versions of the old schedule"),
+        Frozen(reads="schedule.update", why="unfinished samples have versions of the old schedule"),
+        Frozen(reads="schedule.swap_at", why="unfinished samples have versions of the old schedule"),
         Frozen(reads="trainer.backend.name", why="checkpoints belong to the old back end"),
-        Frozen(reads="trainer.external", why="checkpoints belong to whoever trained so far"),
+        Frozen(reads="trainer.external", why="checkpoints belong to the old trainer"),
         Frozen(reads="trainer.lora", why="checkpoints and published versions belong to the old adapters"),
-        Frozen(reads="storage.ledger.sync", why="the ledger's promise covers its whole life"),
-        Frozen(reads="managed_by", why="two controllers would both think that the job is theirs"),
+        Frozen(reads="storage.ledger.sync", why="the guarantee holds for the whole ledger"),
+        Frozen(reads="managed_by", why="two controllers would both manage the job"),
         Frozen(reads="weight_sync.name", why="versions do not move between catalogues"),
     )
 
@@ -423,5 +423,8 @@ class RLJob(Spec):
         return self.metadata.uid or self.metadata.name
 
     def folder(self, beside: Path) -> Path:
-        """Return where relative paths and modules begin. beside: that of the manifest, for a job that names none."""
+        """Return the folder at which relative paths and modules start.
+
+        beside: the folder of the manifest, which is the default.
+        """
         return Path(self.metadata.annotations.get(FOLDER, beside))

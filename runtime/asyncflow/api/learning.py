@@ -1,7 +1,7 @@
 """Settings that determine what is learned: model, data, algorithm, sampling, evaluation.
 
-Invariant: nothing here says where or when anything runs; two jobs that agree in these fields and in the versions that
-made their samples compute the same gradients.
+Invariants: no field in this module determines where or when a process runs. Two jobs with equal values of these fields
+and with samples of the same versions compute the same gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncflow.api.tasks import CriticRoleSpec
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FILE_SCHEMES = ("jsonl", "parquet", "dataset")
-"""Schemes of data sources that are files or folders: JSON lines, Parquet, and what Hugging Face ``datasets`` saves."""
+"""Schemes of data sources that are files or folders: JSON lines, Parquet, and Hugging Face ``datasets`` on disk."""
 
 
 class ModelSpec(Spec):
@@ -38,48 +38,48 @@ class ModelSpec(Spec):
 
 
 class TrainDataSpec(Spec):
-    """Source of the training prompts, and how they are put to the model."""
+    """Source and format of the training prompts."""
 
     source: Source
     """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or a file: ``jsonl://PATH``, ``parquet://PATH`` (a file or a
-    folder of them), ``dataset://PATH`` (as ``save_to_disk`` of Hugging Face ``datasets`` wrote it); of training prompts
-    also ``put://``: those that a trainer of one's own puts."""
+    folder of files), ``dataset://PATH`` (written by ``save_to_disk`` of Hugging Face ``datasets``); for training also
+    ``put://``: prompts that your own trainer process puts."""
     config: Options = Field(default_factory=dict)
-    """Settings of the source: the difficulty of a generated task; of a file the names of its fields, ``prompt``,
-    ``answer`` and ``meta`` (a list; absent: all others), and ``split``, ``whole`` (all of it, as where it is absent) or
-    ``hash`` (three quarters of its questions for training, the others for evaluation)."""
+    """Settings of the source. Generated tasks: their difficulty. Files: names of the fields ``prompt``, ``answer``,
+    ``meta`` (a list; absent: all others), and ``split``: ``whole`` (all questions, the default) or ``hash`` (three
+    quarters of the questions for training, the others for evaluation)."""
     seed: Seed = 0
     """Seed of the order, and of generated prompts."""
     template: Text | None = None
-    """Text of a prompt with ``{question}`` where the question goes. Absent: the question itself."""
+    """Text of a prompt, in which ``{question}`` is replaced. Absent: the question itself."""
     chat: bool = False
     """Apply the tokenizer's chat template."""
     system: Text | None = None
     """System message; needs ``chat``."""
     chat_options: Options | None = None
-    """Variables that the chat template reads, such as ``enable_thinking: false`` or ``tools``. Absent in training:
-    none; in an evaluation: those of ``data.train``."""
+    """Variables of the chat template, such as ``enable_thinking: false`` or ``tools``. Absent in training: none; in
+    evaluation: those of ``data.train``."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("system", "chat"),
             ok=lambda data: data.system is None or data.chat,
             cel="!has(self.system) || self.chat",
-            why="a system message exists only in a chat",
+            why="only a chat has a system message",
             fix="Set chat: true, or put the text into template",
         ),
         Rule(
             reads=("template",),
             ok=lambda data: data.template is None or "{question}" in data.template,
             cel="!has(self.template) || self.template.contains('{question}')",
-            why="the template does not say where the question goes",
+            why="the template does not contain the question",
             fix="Write {question} into it",
         ),
     )
 
 
 class EvalDataSpec(TrainDataSpec):
-    """Source of the held-out prompts, which never occur in training, and how they are put to the model."""
+    """Source and format of the held-out prompts, which never occur in training."""
 
     size: Annotated[int, Field(ge=1, le=1_000_000)] = 512
     """Number of held-out prompts in one evaluation."""
@@ -100,17 +100,17 @@ class DataSpec(Spec):
     eval: EvalDataSpec | None = None
     """Held-out prompts."""
     eval_sets: Annotated[tuple[EvalSetSpec, ...], Field(max_length=16, json_schema_extra=keyed_by("name"))] = ()
-    """More sets of held-out prompts, each with results of its own. Where ``eval`` is absent, the first is the main one:
-    its results are those without a name. ``evaluation`` needs one of ``eval`` and ``evalSets``."""
+    """Further sets of held-out prompts, each with its own results. If ``eval`` is absent, the first is the main set,
+    whose results have no name. ``evaluation`` needs ``eval`` or ``evalSets``."""
     max_task_bytes: Annotated[int, Field(ge=256, le=1 << 30)] = 16384
-    """Most bytes of one task: question, answer and what its checker needs; for a larger one see ``overlong``."""
+    """Most bytes of one task: question, answer and data of its checker; for a larger one see ``overlong``."""
     overlong: Literal["skip", "refuse"] = "skip"
-    """Treatment of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``: it is left out and
-    counted, and in training the next one takes its place, or the job ends with an error."""
+    """Treatment of a prompt of more than ``sampling.maxPromptTokens`` or ``maxTaskBytes``. ``skip``: it is left out
+    and counted; in training the next one takes its place. ``refuse``: the job ends with an error."""
 
     @property
     def held_out(self) -> dict[str, EvalDataSpec]:
-        """The sets of held-out prompts by name, the main one first; ``eval`` has the name ""."""
+        """The sets of held-out prompts by name, the main set first; ``eval`` has the name ""."""
         unnamed = {"": self.eval} if self.eval is not None else {}
         return {**unnamed, **{each.name: each for each in self.eval_sets}}
 
@@ -120,7 +120,7 @@ class DataSpec(Spec):
             ok=lambda data: len({each.name for each in data.eval_sets}) == len(data.eval_sets),
             cel="!has(self.evalSets) || self.evalSets.all(a, self.evalSets.exists_one(b, b.name == a.name))",
             why="two sets of held-out prompts have the same name",
-            fix="Give each its own",
+            fix="Choose different names",
         ),
     )
 
@@ -129,9 +129,9 @@ class ClipSpec(Spec):
     """Clipping of the probability ratio to [1 - low, 1 + high]."""
 
     low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Distance below 1 within which the ratio still has a gradient."""
+    """Distance below 1 within which the ratio has a gradient."""
     high: Annotated[float, Field(ge=0, le=100)] = 0.28
-    """Distance above 1 within which the ratio still has a gradient (clip-higher where above ``low``)."""
+    """Distance above 1 within which the ratio has a gradient (clip-higher if above ``low``)."""
     dual: Annotated[float, Field(gt=1, le=100)] | None = None
     """Bound c of dual clipping for negative advantages. Absent: off."""
 
@@ -140,38 +140,38 @@ class KlTargetSpec(Spec):
     """Adaptive coefficient: after each step it is multiplied by 1 + clip(KL / value - 1, ±0.2) / horizon."""
 
     value: Annotated[float, Field(gt=0, le=1000)]
-    """KL from the reference, a mean over tokens, that is aimed at."""
+    """Target of the KL from the reference, a mean over tokens."""
     horizon: Annotated[float, Field(ge=1, le=1e6)] = 10.0
-    """Steps over which a KL far from it changes the coefficient by about a fifth."""
+    """Steps in which a KL far from the target changes the coefficient by about a fifth."""
 
 
 class KlSpec(Spec):
-    """Penalty for leaving the reference model."""
+    """Penalty for distance from the reference model."""
 
     coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Weight of the penalty; 0 needs no reference model."""
     estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
     """Estimator of the divergence; ``k3+`` has the value of k3 and the gradient of k2."""
     place: Literal["loss", "reward"] = "loss"
-    """Place of the penalty: a term of each token's loss, or what its reward is less by, under the old policy. The
-    second needs all samples of a step before training begins."""
+    """``loss``: the penalty is a term of each token's loss. ``reward``: it is subtracted from each token's reward,
+    under the old policy; training then starts when all samples of a step are complete."""
     target: KlTargetSpec | None = None
-    """Adaptive coefficient, which begins at ``coefficient``. Absent: it stays."""
+    """Adaptive coefficient, which starts at ``coefficient``. Absent: it is constant."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("estimator", "coefficient", "place"),
             ok=lambda kl: kl.coefficient == 0 or kl.estimator != "k1" or kl.place == "reward",
             cel="self.coefficient == 0.0 || self.estimator != 'k1' || self.place == 'reward'",
-            why="the gradient of k1 has mean zero: as a loss it is noise",
-            fix="Take k2 or k3+, place: reward, or coefficient 0",
+            why="the gradient of k1 has mean zero, so it is only noise in the loss",
+            fix="Set estimator: k2 or k3+, place: reward, or coefficient: 0",
         ),
         Rule(
             reads=("target", "coefficient"),
             ok=lambda kl: kl.target is None or kl.coefficient > 0,
             cel="!has(self.target) || self.coefficient > 0.0",
-            why="a coefficient of 0 stays 0, by whatever it is multiplied",
-            fix="Give the coefficient to begin with, or leave target out",
+            why="a coefficient of 0 stays 0 when it is adapted by a factor",
+            fix="Set the initial coefficient, or remove target",
         ),
     )
 
@@ -179,31 +179,32 @@ class KlSpec(Spec):
 class CorrectionSpec(Spec):
     """Importance weights, by which the policy loss is multiplied.
 
-    The ratio of a token is its probability under the old policy of the loss, divided by that under the sampler's.
+    The ratio of a token is its probability under the loss's old policy, divided by its probability under the sampler's.
     """
 
     kind: Literal["truncate", "mask"] = "truncate"
-    """Treatment of a ratio out of bounds: it becomes the bound, or its tokens add nothing to the loss, but stay in its
-    divisor. With ``old: behaviour``, whose loss has the ratio already, tokens are only masked, by the policy's
-    probability divided by the sampler's."""
+    """Treatment of a ratio outside the bounds. ``truncate``: it becomes the bound. ``mask``: its tokens add nothing to
+    the loss, but count in its divisor. With ``old: behaviour``, whose loss has the ratio already, tokens are only
+    masked, by the policy's probability divided by the sampler's."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio that is bounded, and the weight: of each token, the product over a response, or its geometric mean."""
+    """Ratio that is bounded and used as the weight: of each token, the product over a response, or its geometric
+    mean."""
     low: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least weight; 0 is no bound."""
+    """Least weight; 0: no bound."""
     high: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Greatest weight (verl: ``rollout_is_threshold``)."""
 
 
 _COMPARING = ("grpo", "gspo", "cispo", "dapo", "pf-ppo", "dpo", "ipo")
-"""Algorithms that compare a sample with the others of its group."""
+"""Algorithms that compare a sample with the other samples of its group."""
 
 
 class AlgorithmSpec(Spec):
     """The learning algorithm. Step k takes promptsPerStep groups of groupSize samples."""
 
     name: PluginName = "grpo"
-    """The algorithm: ``grpo``, ``gspo``, ``cispo``, ``dapo``, ``reinforce-plus-plus``, ``ppo``, ``pf-ppo``, ``dpo``,
-    ``ipo``, or what another installed package offers."""
+    """``grpo``, ``gspo``, ``cispo``, ``dapo``, ``reinforce-plus-plus``, ``ppo``, ``pf-ppo``, ``dpo``, ``ipo``, or an
+    algorithm of another installed package."""
     options: Options = Field(default_factory=dict)
     """The algorithm's own options."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -219,11 +220,11 @@ class AlgorithmSpec(Spec):
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Steps = 0
-    """Steps over which the learning rate rises from 0."""
+    """Steps in which the learning rate rises from 0."""
     learning_rate_curve: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: it stays, or falls to ``finalLearningRate`` at the last step."""
+    """Learning rate after the warm-up: constant, or falling to ``finalLearningRate`` at the last step."""
     final_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Learning rate of the last step, where it falls to one."""
+    """Learning rate of the last step, if the curve is not constant."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2, max_length=2)] = (0.9, 0.999)
@@ -231,7 +232,7 @@ class AlgorithmSpec(Spec):
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """Term of AdamW's denominator."""
     max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """Norm to which the gradient is clipped; 0 is off."""
+    """Norm to which the gradient is clipped; 0: off."""
     clip: ClipSpec = Field(default_factory=ClipSpec)
     """Clipping of the probability ratio."""
     aggregation: Literal[
@@ -239,41 +240,42 @@ class AlgorithmSpec(Spec):
     ] = "token-mean"
     """Aggregation of token losses into one loss; divisors are counts over the whole step and all ranks."""
     advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
-    """Advantage within a group, of the algorithms that have one: (R - mean) / std, R - mean, or leave-one-out."""
+    """Advantage within a group, for algorithms that have one: (R - mean) / std, R - mean, or leave-one-out."""
     credit: Literal["sample", "turn"] = "sample"
-    """What has an advantage: a sample, for all its turns, or each turn, by the rewards of itself and of later turns."""
+    """``sample``: one advantage for all turns of a sample. ``turn``: one for each turn, from its own and later
+    rewards."""
     kl: KlSpec = Field(default_factory=KlSpec)
-    """Penalty for leaving the reference model."""
+    """Penalty for distance from the reference model."""
     entropy: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the entropy bonus in the loss; 0 is off."""
+    """Weight of the entropy bonus in the loss; 0: off."""
     old: Literal["behaviour", "recompute", "lagged"] = "behaviour"
-    """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of the weights one step
-    before those (mode periodic). The second needs ``correction`` where samples may be stale."""
+    """Log-probs in the denominator of the ratio: of the sampler, of the trainer before the step, or of the weights one
+    step before those (mode periodic). ``recompute`` needs ``correction`` if samples may be stale."""
     correction: CorrectionSpec | None = None
     """Correction for samples of another policy than ``old``; with ``old: recompute`` the decoupled objective of AReaL,
     and verl's rollout correction. Absent: none."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
-    """Treatment of groups whose rewards are all equal; dropped ones are counted and refilled."""
+    """Treatment of groups whose rewards are all equal; dropped groups are counted and replaced."""
     max_filtered_batches: Annotated[int, Field(ge=1, le=100_000)] = 10
-    """Most groups that are dropped so for one optimizer step, in batches of ``promptsPerStep``; beyond that the job
-    ends with an error that says so (verl: ``max_num_gen_batches``)."""
+    """Most groups that may be dropped for one optimizer step, in batches of ``promptsPerStep``; more end the job with
+    an error (verl: ``max_num_gen_batches``)."""
     seed: Seed = 0
-    """Seed of everything random: sampling is keyed by (seed, prompt, sample, position)."""
+    """Seed of all random numbers: sampling is keyed by (seed, prompt, sample, position)."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("group_size", "name"),
             ok=lambda algorithm: algorithm.name not in _COMPARING or algorithm.group_size >= 2,
             cel=f"!(self.name in {list(_COMPARING)}) || self.groupSize >= 2",
-            why="the advantage is relative to the other samples of the group, and a group of 1 has none",
-            fix="Give a groupSize of at least 2",
+            why="the advantage is relative to the other samples of the group, but a group of 1 has none",
+            fix="Set groupSize to at least 2",
         ),
         Rule(
             reads=("mini_batches", "prompts_per_step"),
             ok=lambda algorithm: algorithm.prompts_per_step % algorithm.mini_batches == 0,
             cel="self.promptsPerStep % self.miniBatches == 0",
             why="the groups of a step cannot be divided evenly",
-            fix="Give a divisor of promptsPerStep",
+            fix="Set a divisor of promptsPerStep",
         ),
         Rule(
             reads=("correction", "old"),
@@ -281,104 +283,103 @@ class AlgorithmSpec(Spec):
                 algorithm.correction is None or algorithm.old != "behaviour" or algorithm.correction.kind == "mask"
             ),
             cel="!has(self.correction) || self.old != 'behaviour' || self.correction.kind == 'mask'",
-            why="the ratio to the sampler's log-probs is the importance weight already, and would count twice",
-            fix="Give correction.kind: mask, or old: recompute",
+            why="the ratio to the sampler's log-probs is already the importance weight and would count twice",
+            fix="Set correction.kind: mask, or old: recompute",
         ),
         Rule(
             reads=("warmup_steps", "steps"),
             ok=lambda algorithm: algorithm.warmup_steps <= algorithm.steps,
             cel="self.warmupSteps <= self.steps",
             why="the warm-up is longer than the run",
-            fix="Give warmupSteps <= steps",
+            fix="Set warmupSteps <= steps",
         ),
         Rule(
             reads=("final_learning_rate", "learning_rate"),
             ok=lambda algorithm: algorithm.final_learning_rate <= algorithm.learning_rate,
             cel="self.finalLearningRate <= self.learningRate",
             why="the learning rate would rise after the warm-up",
-            fix="Give finalLearningRate <= learningRate",
+            fix="Set finalLearningRate <= learningRate",
         ),
         Rule(
             reads=("final_learning_rate", "learning_rate_curve"),
             ok=lambda algorithm: algorithm.final_learning_rate == 0 or algorithm.learning_rate_curve != "constant",
             cel="self.finalLearningRate == 0.0 || self.learningRateCurve != 'constant'",
-            why="the learning rate stays as it is",
-            fix="Give learningRateCurve: linear or cosine, or leave finalLearningRate out",
+            why="the learning rate is constant",
+            fix="Set learningRateCurve: linear or cosine, or remove finalLearningRate",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
-        Frozen(reads="name", why="samples on their way belong to the old algorithm"),
+        Frozen(reads="name", why="unfinished samples belong to the old algorithm"),
         Frozen(reads="group_size", why="the ledger counts samples by groups of the old size"),
-        Frozen(reads="prompts_per_step", why="every prompt carries the step that it belongs to"),
+        Frozen(reads="prompts_per_step", why="every prompt is assigned to a step by it"),
         Frozen(reads="seed", why="random numbers are keyed by it"),
     )
 
 
 class CriticSpec(Spec):
-    """The critic, a value model beside the policy, of the algorithms that have one.
+    """The critic, a value model that is trained together with the policy by algorithms that have one.
 
-    It begins with the model's weights and a last layer of zeros, and is trained by AdamW as the policy is, but with a
-    learning rate of its own, which rises and falls like the policy's.
+    It starts from the model's weights and a last layer of zeros. AdamW trains it like the policy, but with a learning
+    rate of its own, which follows the same curve as the policy's.
     """
 
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-5
     """Learning rate of AdamW after the warm-up of ``algorithm.warmupSteps``."""
     warmup_steps: Steps = 0
-    """First steps of the run that train the critic alone; each makes a version all the same, with equal weights."""
+    """First steps of the run, which train the critic alone; each still makes a version, with unchanged weights."""
     role: CriticRoleSpec | None = None
-    """The critic as a role of its own. Absent: it is inside the trainer, cut over its ranks."""
+    """The critic as a role of its own. Absent: it is part of the trainer, sharded over its ranks."""
 
 
 class SamplingSpec(Spec):
-    """Settings of the sampling of responses in training."""
+    """Sampling of responses in training."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Divisor of the logits, in the engine and in the trainer's log-probs."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
-    """Most tokens of a response, of one of several turns with the observations."""
+    """Most tokens of a response, of all turns and observations together."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Most tokens of a prompt, held out or not; for a longer one see ``data.overlong``."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus; 1 is off."""
+    """Nucleus; 1: off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Most probable tokens that are kept; 0 is off."""
+    """Number of most probable tokens to sample from; 0: off."""
     stop: Annotated[tuple[StopText, ...], Field(max_length=16)] = ()
-    """Texts that end a response, which keeps them: special tokens by their name, any other text however the model
-    spells it."""
+    """Texts that end a response and remain in it: special tokens by name, other texts in any tokenization."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("top_p",),
             ok=lambda sampling: sampling.top_p == 1,
             cel="self.topP == 1.0",
-            why="the trainer cannot repeat a truncated distribution: the kept set is not stored",
+            why="the trainer cannot recompute log-probs of a truncated distribution",
             fix="Leave topP at 1",
         ),
         Rule(
             reads=("top_k",),
             ok=lambda sampling: sampling.top_k == 0,
             cel="self.topK == 0",
-            why="the trainer cannot repeat a truncated distribution: the kept set is not stored",
+            why="the trainer cannot recompute log-probs of a truncated distribution",
             fix="Leave topK at 0",
         ),
     )
 
 
 class EvaluationSpec(Spec):
-    """Evaluation on held-out prompts, pinned to a version: at θ_0, at the end, and in between every so often."""
+    """Evaluation of single versions on held-out prompts: of θ_0, of the last version, and at regular steps between."""
 
     every: Steps = 10
-    """Optimizer steps between evaluations; 0 leaves only the first and the last."""
+    """Optimizer steps between evaluations; 0: only the first and the last evaluation."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Samples of each prompt; accuracy is the share of all of them that pass (an estimate of pass@1)."""
+    """Samples of each prompt; accuracy is the share of samples that pass (an estimate of pass@1)."""
     pass_at: Annotated[tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(max_length=8)] = ()
     """Numbers k for which pass@k is estimated: the chance that at least one of k samples of a prompt passes."""
     pass_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
-    """The least reward of a sample that passes."""
+    """Least reward of a sample that passes."""
     greedy: bool = True
-    """Evaluate greedy decoding too."""
+    """Also evaluate greedy decoding."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Temperature of these samples. Absent: that of ``sampling``."""
+    """Temperature of the samples. Absent: ``sampling.temperature``."""
 
     @property
     def group_size(self) -> int:
@@ -391,6 +392,6 @@ class EvaluationSpec(Spec):
             ok=lambda evaluation: all(k <= evaluation.samples for k in evaluation.pass_at),
             cel="!has(self.passAt) || self.passAt.all(k, k <= self.samples)",
             why="pass@k cannot be estimated from fewer than k samples of a prompt",
-            fix="Give samples >= each k of passAt",
+            fix="Set samples to at least the largest k of passAt",
         ),
     )

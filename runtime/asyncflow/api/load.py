@@ -1,8 +1,10 @@
-"""From a file to a checked object: the only way in which a manifest enters the program.
+"""Loader of manifests: reads a file, applies overrides, and returns a validated object.
 
-Invariant: what ``load`` returns keeps every rule and asks for nothing that this version does not do; what it refuses
-costs one ManifestError with every problem, and has changed nothing. A file has one manifest; beside a job it may have
-the WeightSync that the job names, whose fields the job then has itself.
+Every manifest enters the program through this module. A file contains one manifest. Next to a job it may contain the
+WeightSync that the job names; the job then takes over the fields of that WeightSync.
+
+Invariant: an object that ``load`` returns satisfies every rule and uses only features that this version has. A manifest
+that ``load`` refuses raises one ManifestError with every problem, and has changed nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifes
     if not isinstance(built, RLJob) or built.spec.weight_sync.name != sync.metadata.name:
         where = f"{name}, line {beside.begin}"
         hint = f"Name it in the job: spec.weightSync.name: {sync.metadata.name}"
-        raise ManifestError("a WeightSync that no job in this file names", where=where, hint=hint)
+        raise ManifestError("this is a WeightSync that no job in this file names", where=where, hint=hint)
     assert isinstance(sync, WeightSync)
     section = JobWeightsSpec.of(sync.spec)
     merged = built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
@@ -55,21 +57,22 @@ def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifes
 
 
 def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJob:
-    """Read and check a job. Raises ManifestError where it is wrong, or of another kind."""
+    """Read and check a job. Raises ManifestError if it is invalid, or of another kind."""
     manifest = load(source, overrides)
     if not isinstance(manifest, RLJob):
-        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(source), hint="Give an RLJob")
+        hint = "Pass a manifest of kind RLJob"
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(source), hint=hint)
     return manifest
 
 
 def load_sync(source: Path | str, *, job: str | None = None) -> WeightSync:
-    """Read and check a WeightSync for followers, of ``job`` if given. Raises ManifestError where it is none."""
+    """Read and check a WeightSync for followers, of ``job`` if given. Raises ManifestError if it is not one."""
     sync = load(source)
     if isinstance(sync, WeightSync) and sync.spec.source is not None and job in (None, sync.spec.source.job):
         return sync
-    whose, fix = ("", "a source") if job is None else (f" of RLJob {job}", f"spec.source.job: {job}")
-    hint = f"Give a WeightSync with {fix}"
-    raise ManifestError(f"it is no WeightSync for followers{whose}", where=str(source), hint=hint)
+    of_job, fix = ("", "a source") if job is None else (f" of RLJob {job}", f"spec.source.job: {job}")
+    hint = f"Pass a WeightSync with {fix}"
+    raise ManifestError(f"this is no WeightSync for followers{of_job}", where=str(source), hint=hint)
 
 
 def load_reward(source: Path) -> RewardSpec:
@@ -91,43 +94,43 @@ def _section(model: type[S], source: Path) -> S:
 
 
 def kind_of(source: Path) -> str:
-    """Return the kind of a manifest that is run, whatever else is wrong with it. Raises ManifestError."""
+    """Return the kind of a manifest that is run, even if its other fields are invalid. Raises ManifestError."""
     if source.is_fifo():
-        hint = "Write the manifest into a file: a run is continued with it, too"
-        raise ManifestError("it is a pipe, which can be read but once", where=str(source), hint=hint)
+        hint = "Write the manifest into a file; it is needed again to resume the run"
+        raise ManifestError("it is a pipe, which can be read only once", where=str(source), hint=hint)
     return _kind(_read(source, str(source))[0], str(source))
 
 
 def name_of(source: Path, overrides: Sequence[str] = ()) -> str:
-    """Return the name that a manifest gives its object, whatever else is wrong with it. Raises ManifestError."""
+    """Return the name of the object in a manifest, even if its other fields are invalid. Raises ManifestError."""
     document, _ = _read(source, str(source))
     apply(document, overrides)
     metadata = document.data.get("metadata")
     name = metadata.get("name") if isinstance(metadata, dict) else None
     if not isinstance(name, str) or not name:
-        raise ManifestError("metadata.name is missing", where=str(source), hint="Add it")
+        raise ManifestError("metadata.name is missing", where=str(source), hint="Add the name of the object")
     return name
 
 
 def to_yaml(manifest: Manifest) -> str:
-    """Write an object as the manifest that ``load`` reads back as the same."""
+    """Return an object as a YAML manifest, which ``load`` reads back as an equal object."""
     return dump(manifest.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
 def check_files(job: RLJob, base: Path) -> None:
-    """Refuse a job that names files which are not there; relative paths start at ``base``, the manifest's folder.
+    """Raise ManifestError if the job names files that do not exist; relative paths start at ``base``.
 
-    Only what lies on this machine is looked at: model folders, and files of data that are not beside a model on its
-    claim, which pods mount. Raises ManifestError.
+    base: the folder of the manifest. Only files on this machine are checked: model folders, and data files, except data
+    files on the claim of the model, which only pods mount.
     """
     scheme, _, path = job.spec.model.source.partition("://")
     mount = Path(CLAIMS_DIR, path.partition("/")[0]) if scheme == "pvc" else None
-    found = [_lacks(place, source, base, folder, mount) for place, source, folder in _named(job)]
+    found = [_missing(place, source, base, folder, mount) for place, source, folder in _sources(job)]
     if problems := [problem for problem in found if problem is not None]:
         raise refusal(problems, source=job.name)
 
 
-def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
+def _sources(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
     yield ("spec", "model", "source"), job.spec.model.source, True
     yield ("spec", "data", "train", "source"), job.spec.data.train.source, False
     if job.spec.data.eval is not None:
@@ -136,7 +139,7 @@ def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
         yield ("spec", "data", "evalSets", index, "source"), each.source, False
 
 
-def _lacks(place: Place, source: str, base: Path, folder: bool, mount: Path | None) -> Problem | None:
+def _missing(place: Place, source: str, base: Path, folder: bool, mount: Path | None) -> Problem | None:
     scheme, separator, rest = source.partition("://")
     if separator and scheme not in FILE_SCHEMES:
         return None
@@ -148,11 +151,12 @@ def _lacks(place: Place, source: str, base: Path, folder: bool, mount: Path | No
     if needed.is_file() or (scheme in ("parquet", "dataset") and needed.is_dir()):
         return None
     reason = f"there is no file {needed}"
-    return Problem(place=place, value=source, reason=reason, fix="Give a path that starts at the manifest's folder")
+    fix = "Correct the path; a relative path starts at the folder of the manifest"
+    return Problem(place=place, value=source, reason=reason, fix=fix)
 
 
 def _read(source: Path | str | IO[Any], name: str) -> tuple[Document, Document | None]:
-    """Return the manifest in a file, and the WeightSync beside it. Raises ManifestError for what is neither."""
+    """Return the manifest in a file, and the WeightSync next to it. Raises ManifestError for other documents."""
     documents = parse_all(_text(source, name), source=name)
     kinds = [_kind(document, name) for document in documents]
     if len(documents) == 1:
@@ -160,7 +164,7 @@ def _read(source: Path | str | IO[Any], name: str) -> tuple[Document, Document |
     if sorted(kinds) != ["RLJob", "WeightSync"]:
         where = f"{name}, line {documents[1].begin}"
         hint = "Keep one manifest in a file, or one job and the WeightSync that it names"
-        raise ManifestError("a second document", where=where, hint=hint)
+        raise ManifestError("a second document starts here", where=where, hint=hint)
     job = kinds.index("RLJob")
     return documents[job], documents[1 - job]
 
@@ -182,23 +186,25 @@ def _text(source: Path | str | IO[Any], name: str) -> str:
         text = raw.decode("utf-8-sig") if isinstance(raw, bytes) else str(raw)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ManifestError(f"cannot be read: {reason}", where=name, hint="Give the path of a manifest") from error
+        raise ManifestError(f"cannot be read: {reason}", where=name, hint="Pass the path of a manifest") from error
     except UnicodeDecodeError as error:
-        raise ManifestError("not UTF-8 text", where=name, hint="Give the path of a manifest") from error
+        raise ManifestError("it is not UTF-8 text", where=name, hint="Pass the path of a manifest") from error
     if len(raw) > MAX_BYTES:
-        raise ManifestError(f"larger than {MAX_BYTES} bytes", where=name, hint="A manifest is not that large")
+        hint = "Check the path: no valid manifest is so large"
+        raise ManifestError(f"it is larger than {MAX_BYTES} bytes", where=name, hint=hint)
     return text
 
 
 def _kind(document: Document, name: str) -> str:
     if not isinstance(document.data, dict):
-        raise ManifestError("not a mapping", where=name, hint=f"Begin with apiVersion: {API_VERSION} and kind: RLJob")
+        hint = f"Begin the manifest with apiVersion: {API_VERSION} and kind: RLJob"
+        raise ManifestError("the document is not a mapping", where=name, hint=hint)
     wrong = [
         Problem(
             place=(key,),
             value=document.data.get(key, MISSING),
-            reason="is not known here",
-            fix=f"Give {' or '.join(known)}",
+            reason="is not supported",
+            fix=f"Set it to {' or '.join(known)}",
         )
         for key, known in (("apiVersion", (API_VERSION,)), ("kind", tuple(KINDS)))
         if document.data.get(key) not in known

@@ -1,10 +1,10 @@
-"""Placement of processes: accelerators and the facts about them, resources, pod template, and the scheduler's settings.
+"""Placement of processes: accelerators and their properties, resources, pod template, and scheduler settings.
 
-``PROFILES`` is the table of facts: resource names, legal counts, mounts, environment, ports, nodes. Its sources:
-MindCluster at 22bb3d98 and vllm-ascend (``facts/ascend.md`` of the project); NVIDIA's device plugin.
+``PROFILES`` is the table of accelerators: resource names, legal counts, mounts, environment, ports, node labels. Its
+sources are MindCluster at 22bb3d98 and vllm-ascend (``facts/ascend.md`` of the project), and NVIDIA's device plugin.
 
-Invariants: nothing else in the project knows a vendor's names, and a new kind of device is a new row; an accelerator
-count is one that the hardware can give.
+Invariants: vendors' names occur only in this module, and a new kind of device is a new row of ``PROFILES``. A manifest
+requests only accelerator counts that the hardware supports.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from asyncflow.api.base import Annotations, Bytes, Cores, Labels, Name, Options,
 from asyncflow.api.durability import ClaimSpec
 
 PORTS_PER_PROCESS: Final = 64
-"""Ports that the ranks or the engine of one replica may use of each range: they listen where one is free. verl gives
-the 16 devices of a node 51."""
+"""Ports of each range that the ranks or the engine of one replica may use; they listen on free ones. verl assigns 51
+ports to the 16 devices of a node."""
 PORT_SLOTS: Final = 40
-"""Replicas that have ports of their own in each range; those beyond let the operating system choose."""
+"""Replicas that have ports of their own in each range; for further replicas the operating system chooses ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
     """A path of the host that a process needs, read-only.
 
-    hooked: whether the vendor's container runtime brings it; gang: whether only processes need it
-    that compute together over the devices' network.
+    hooked: whether the vendor's container runtime mounts it; gang: whether only processes need it that compute together
+    over the devices' network.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class PortRange:
-    """Ports that a vendor's library listens on: the variable that says which, and the first of them."""
+    """A range of ports for a vendor's library. variable: environment variable of the range; first: the first port."""
 
     variable: str
     first: int
@@ -51,16 +51,15 @@ class PortRange:
 class Profile:
     """One kind of accelerator.
 
-    device: torch's name of it. resource: the name that its device plugin gives it, "" for none. legal_counts: devices
-    that one process can have; gang_counts: the same where several processes form a gang. image: which runtime image.
-    collective: the torch.distributed back end. files: the names that its devices have in /dev. opened, read, variables:
-    what a process has to have of the machine to compute with them: the files in /dev that it opens, others that it
-    reads, and variables beside ``env`` and ``visible``. visible: the variable by
-    which a process sees its devices, numbered from 0 in a container; assigned: the variable that names the host's
-    devices where the vendor's scheduler plug-in chose them. groups: group ids that may open the device files.
-    node_labels, node_types: what nodes with it are labelled with, the second with one of several values. port_ranges:
-    see ``ports``. host_ip, interfaces: variables with the address, or the name of the network interface, that the
-    vendor's library uses (see there).
+    device: its name in torch. resource: its resource name in Kubernetes, "" for none. legal_counts: device counts that
+    one process can have; gang_counts: the same if several processes form a gang. image: the runtime image. collective:
+    the torch.distributed back end. files: pattern of its device files in /dev. opened: files in /dev that a process
+    opens to compute with it; read: other files that the process reads; variables: environment variables that it needs
+    in addition to ``env`` and ``visible``. visible: the variable that lists the devices of a process, numbered from 0
+    in a container; assigned: the variable with the devices of the host that the vendor's scheduler plug-in chose.
+    groups: ids of groups that may open the device files. node_labels: labels of nodes with the device; node_types: the
+    same, with several possible values. port_ranges: see ``ports``. host_ip, interfaces: variables with the address, or
+    with the name of the network interface, that the vendor's library uses.
     """
 
     title: str
@@ -94,9 +93,9 @@ _ASCEND_MOUNTS = (
     Mount(path="/etc/ascend_install.info"),
     Mount(path="/etc/hccn.conf", hooked=False, gang=True),
 )
-"""Ascend Docker Runtime brings libraries and tools, but not the devices' addresses on their own network."""
+"""Ascend Docker Runtime mounts libraries and tools, but not the file with the devices' network addresses."""
 _WHOLE_DRIVER = (Mount(path=_DRIVER, hooked=False), *_ASCEND_MOUNTS[1:])
-"""On A5 the part of the driver's folder that the runtime brings is too little (error EI0014)."""
+"""On A5 the part of the driver's folder that the runtime mounts is not sufficient (error EI0014)."""
 _ASCEND_ENV = MappingProxyType(
     {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -106,7 +105,7 @@ _ASCEND_ENV = MappingProxyType(
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     }
 )
-"""Without the first, every ``import torch`` ends in a traceback where torch_npu is installed and cannot be loaded."""
+"""Without the first variable, ``import torch`` fails if torch_npu is installed but cannot be loaded."""
 _HCCL_PORTS = (
     PortRange(variable="HCCL_HOST_SOCKET_PORT_RANGE", first=60000),
     PortRange(variable="HCCL_NPU_SOCKET_PORT_RANGE", first=60000 + PORT_SLOTS * PORTS_PER_PROCESS),
@@ -204,11 +203,11 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         ),
     }
 )
-"""Profile name, as in ``spec.*.accelerator.profile``, to its facts."""
+"""Profiles by name, as in ``spec.*.accelerator.profile``."""
 
 
 def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...]:
-    """Return the paths that have to be mounted from the host.
+    """Return the paths that must be mounted from the host.
 
     runtime: whether the container runs under the vendor's runtime; gang: whether it computes together with others.
     """
@@ -216,10 +215,10 @@ def host_paths(profile: Profile, *, runtime: bool, gang: bool) -> tuple[str, ...
 
 
 def ports(profile: Profile, slot: int, *, host_network: bool) -> dict[str, str]:
-    """Return the variables that say which ports a process may listen on, such that no two processes conflict.
+    """Return the environment variables with the ports that a process may listen on, so that no two processes conflict.
 
-    slot: the process's number among those of its job that have devices. Processes on a host's network may meet those of
-    another job there, whose slots nobody knows: they let the operating system choose, as do slots beyond PORT_SLOTS.
+    slot: the number of the process among the processes of its job with devices. On the host's network, where processes
+    of other jobs use the same ports, the operating system chooses the ports, as for slots beyond PORT_SLOTS.
     """
     if host_network or slot >= PORT_SLOTS:
         return {ports.variable: "auto" for ports in profile.port_ranges}
@@ -231,23 +230,23 @@ def ports(profile: Profile, slot: int, *, host_network: bool) -> dict[str, str]:
 
 
 def counted(counts: tuple[int, ...]) -> str:
-    """Return device counts in few words: ``1 to 8``, ``1, 2, 4``."""
+    """Return device counts as text: ``1 to 8``, ``1, 2, 4``."""
     if len(counts) > 2 and counts == tuple(range(counts[0], counts[-1] + 1)):
         return f"{counts[0]} to {counts[-1]}"
     return ", ".join(map(str, counts))
 
 
 AUTO: Final = "auto"
-"""The profile that stands for what one machine has."""
+"""The profile that stands for the devices of the machine on which the job runs."""
 
 
-def _of_a_cluster(schema: dict[str, Any]) -> None:
-    """Leave the profile ``auto`` out of the definition of a cluster, which has to be told what its pods ask for."""
+def _without_auto(schema: dict[str, Any]) -> None:
+    """Remove the profile ``auto`` from the CRD: pods in a cluster must request a definite resource."""
     schema["enum"] = [name for name in schema["enum"] if name != AUTO]
 
 
 ProfileName = Annotated[
-    Literal["cpu", "nvidia", "ascend-a2", "ascend-a3", "ascend-a5", "auto"], Field(json_schema_extra=_of_a_cluster)
+    Literal["cpu", "nvidia", "ascend-a2", "ascend-a3", "ascend-a5", "auto"], Field(json_schema_extra=_without_auto)
 ]
 
 
@@ -255,14 +254,14 @@ class AcceleratorSpec(Spec):
     """Accelerators of one process."""
 
     profile: ProfileName = "cpu"
-    """Row of the table of facts: resource name, legal counts, mounts, environment, ports. ``auto``, with ``asyncflow
-    run`` only: the kind of device that the machine has, of which each replica gets one unless ``count`` says more."""
+    """Kind of device, which determines resource name, legal counts, mounts, environment and ports. ``auto``, with
+    ``asyncflow run`` only: the devices of the machine, one for each replica unless ``count`` is larger."""
     count: Annotated[int, Field(ge=0, le=64)] = 0
-    """Devices of one replica; 0 exactly on CPU. A trainer starts a rank for each, an engine computes with all."""
+    """Devices of one replica; 0 exactly on CPU. A trainer starts a rank for each; an engine uses all."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's own
-    buffers come on top, so leave room. On one machine roles whose shares fit share a device; on a cluster the device
-    plug-in has to offer a device more than once (time-slicing, MPS), and the pod asks for one such part."""
+    """Part of one device that the process uses: its tensors take at most this part of the memory; the vendor's
+    buffers need more, so leave room. On one machine roles whose shares fit use one device together; on a cluster the
+    device plug-in must divide a device (time-slicing, MPS), and the pod requests one part."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -271,21 +270,22 @@ class AcceleratorSpec(Spec):
                 accelerator.profile == AUTO or accelerator.count in PROFILES[accelerator.profile].legal_counts
             ),
             cel=f"self.count in { {name: list(facts.legal_counts) for name, facts in PROFILES.items()} }[self.profile]",
-            why="the hardware does not give a process so many devices",
-            fix="Give " + "; ".join(f"{name}: {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),
+            why="a process cannot have this number of devices",
+            fix="Set per profile: "
+            + "; ".join(f"{name} {counted(facts.legal_counts)}" for name, facts in PROFILES.items()),
         ),
         Rule(
             reads=("share", "count"),
             ok=lambda accelerator: accelerator.share == 1 or accelerator.count == 1,
             cel="self.share == 1.0 || self.count == 1",
-            why="a share is of one device",
-            fix="Give count: 1, or leave share out",
+            why="share divides a single device",
+            fix="Set count: 1, or remove share",
         ),
     )
 
 
 class ResourcesSpec(Spec):
-    """CPU and memory of one process: requests, and for memory the limit too. Absent: the cluster's default."""
+    """CPU and memory of one process: requests, and also the limit of memory. Absent: the cluster's default."""
 
     cpu: Cores | None = None
     """Cores. Absent: ``threads``."""
@@ -299,9 +299,9 @@ class EnvSpec(Spec):
     """An environment variable."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
-    """Its name; ASYNCFLOW_* is reserved."""
+    """Name; ASYNCFLOW_* is reserved."""
     value: Annotated[str, StringConstraints(max_length=4096)] = ""
-    """Its value."""
+    """Value."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -309,24 +309,24 @@ class EnvSpec(Spec):
             ok=lambda variable: not variable.name.startswith("ASYNCFLOW_"),
             cel="!self.name.startsWith('ASYNCFLOW_')",
             why="ASYNCFLOW_ variables are reserved",
-            fix="Take another name",
+            fix="Choose another name",
         ),
     )
 
 
 class TemplateSpec(Spec):
-    """Additions to the pods that AsyncFlow makes. On one machine only ``env`` counts."""
+    """Additions to the pods that AsyncFlow creates. On one machine only ``env`` has an effect."""
 
     labels: Labels = Field(default_factory=dict)
     """Labels of the pods."""
     annotations: Annotations = Field(default_factory=dict)
     """Annotations of the pods."""
     image: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
-    """Image; absent: that of the accelerator profile."""
+    """Image. Absent: the image of the accelerator profile."""
     env: Annotated[tuple[EnvSpec, ...], Field(max_length=128, json_schema_extra=keyed_by("name"))] = ()
     """Environment variables."""
     pod_spec: Options = Field(default_factory=dict)
-    """Fields of a PodSpec, e.g. nodeSelector, imagePullSecrets; merged over AsyncFlow's own, but for restartPolicy."""
+    """Fields of a PodSpec, e.g. nodeSelector, except restartPolicy; they override AsyncFlow's own."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -334,26 +334,26 @@ class TemplateSpec(Spec):
             ok=lambda template: not any(key.startswith("asyncflow.dev/") for key in template.labels),
             cel="!has(self.labels) || self.labels.all(key, !key.startsWith('asyncflow.dev/'))",
             why="labels under asyncflow.dev/ are reserved",
-            fix="Take another prefix",
+            fix="Choose another prefix",
         ),
         Rule(
             reads=("env",),
             ok=lambda template: len({variable.name for variable in template.env}) == len(template.env),
             cel="!has(self.env) || self.env.all(a, self.env.exists_one(b, b.name == a.name))",
             why="one variable is set twice",
-            fix="Keep one of them",
+            fix="Remove one of them",
         ),
     )
 
 
 class DriverSpec(Spec):
-    """Place of the driver."""
+    """Resources and storage of the driver."""
 
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory."""
     claim: ClaimSpec | None = None
     """Volume claim for the driver's files on Kubernetes: figures, events, texts of samples, state of sinks. Absent:
-    they lie with the driver's pod, and are lost with it; what is trained does not depend on them."""
+    they are lost with the driver's pod; training does not depend on them."""
 
 
 class SchedulingSpec(Spec):
@@ -370,6 +370,6 @@ class SchedulingSpec(Spec):
             ok=lambda scheduling: scheduling.queue is None or scheduling.gang != "none",
             cel="!has(self.queue) || self.gang != 'none'",
             why="the default scheduler has no queues",
-            fix="Set gang to volcano or kueue, or leave queue out",
+            fix="Set gang to volcano or kueue, or remove queue",
         ),
     )

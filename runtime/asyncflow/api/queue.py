@@ -1,6 +1,6 @@
-"""TransferQueue: the streaming table, as part of a job and as a resource of its own.
+"""TransferQueue: the streaming table, as part of a job or as a standalone resource.
 
-Invariant: a job's queue and a queue of its own have the same fields; what differs is who owns the pods.
+Invariant: a job's queue and a standalone queue have the same fields; only the owner of the pods differs.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import Count
 
 LEAVE_S = 120.0
-"""Seconds that a unit whose pod is taken away has to take its rows to others."""
+"""Seconds in which a unit whose pod is deleted moves its rows to other units."""
 
 
 class SecretEntry(Spec):
     """An entry of a Secret in the namespace of the object."""
 
     name: Name
-    """The Secret."""
+    """Name of the Secret."""
     key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "password"
-    """The entry."""
+    """Key of the entry."""
 
 
 class StoreSpec(Spec):
-    """A store that is run outside of AsyncFlow."""
+    """A store that AsyncFlow does not run."""
 
     address: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+:[0-9]{1,5}$", max_length=256)]
     """HOST:PORT of the Redis server, of Mooncake's master, or of a third party's store."""
@@ -42,18 +42,18 @@ class QueueSpec(Spec):
     """Controllers and storage units."""
 
     backend: PluginName = "memory"
-    """Back end that keeps the cells, an entry point of the group ``asyncflow.storage_backends``: ``memory`` (of the
+    """Back end that holds the cells, an entry point of the group ``asyncflow.storage_backends``: ``memory`` (of the
     storage units), ``mooncake`` (Mooncake Store), ``redis``, or a third party's."""
     controllers: Annotated[int, Field(ge=1, le=16)] = 1
-    """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
+    """Controllers, one process each: every one has some of the tasks, and the first has all rows."""
     store: StoreSpec | None = None
-    """A store that is there already, of the kind that backend names. Absent: it is made with the queue."""
+    """An existing store of the kind that backend names. Absent: a store is created with the queue."""
     storage_units: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Storage units; each is a process of its own."""
+    """Storage units, one process each."""
     bytes_per_unit: Quantity = Quantity("256Mi")
-    """Bytes of cells that one unit may hold; a put at the limit waits."""
+    """Bytes of cells that one unit may hold; a put that exceeds it waits."""
     lease_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """Seconds of a lease whose task does not say otherwise."""
+    """Seconds of a lease, unless its task sets another value."""
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory of one storage unit."""
 
@@ -62,22 +62,22 @@ class QueueSpec(Spec):
             reads=("store", "backend"),
             ok=lambda queue: queue.store is None or queue.backend != "memory",
             cel="!has(self.store) || self.backend != 'memory'",
-            why="in the memory of the units there is no store",
-            fix="Give another backend, e.g. redis, or leave store out",
+            why="the backend memory uses no store",
+            fix="Set another backend, e.g. redis, or remove store",
         ),
         Rule(
             reads=("store.password", "backend"),
             ok=lambda queue: queue.store is None or queue.store.password is None or queue.backend != "mooncake",
             cel="!has(self.store) || !has(self.store.password) || self.backend != 'mooncake'",
-            why="Mooncake knows no passwords",
-            fix="Leave store.password out, and close the network around the store",
+            why="Mooncake has no passwords",
+            fix="Remove store.password, and restrict network access to the store",
         ),
         Rule(
             reads=("bytes_per_unit",),
             ok=lambda queue: queue.bytes_per_unit.bytes >= LEAST_BYTES,
             cel="quantity(string(self.bytesPerUnit)).compareTo(quantity('1Mi')) >= 0",
-            why="a unit of less than 1Mi holds next to nothing",
-            fix="Give bytes with a unit, e.g. 256Mi",
+            why="a storage unit needs at least 1Mi",
+            fix="Set bytes with a unit, e.g. 256Mi",
         ),
         Rule(
             reads=("resources.memory", "bytes_per_unit"),
@@ -86,8 +86,8 @@ class QueueSpec(Spec):
             ),
             cel="!has(self.resources.memory) || quantity(string(self.resources.memory))"
             ".compareTo(quantity(string(self.bytesPerUnit))) >= 0",
-            why="the process may use less memory than the cells that it may hold",
-            fix="Give resources.memory of at least bytesPerUnit",
+            why="the memory of the process is smaller than the cells that it may hold",
+            fix="Set resources.memory to at least bytesPerUnit",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
@@ -110,15 +110,15 @@ class QueueStatus(Spec):
     """State of a TransferQueue as the operator observed it."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     accepted_generation: Count | None = None
-    """Generation of the spec that counts: the newest that was accepted."""
+    """Generation of the spec in force: the newest accepted one."""
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Degraded."""
     progress_time: Time | None = None
-    """Time at which this status was written: its figures are as of then."""
+    """Time of the figures in this status."""
     address: Annotated[str, StringConstraints(max_length=256)] | None = None
-    """Address that clients dial."""
+    """Address that clients connect to."""
     ready_units: Annotated[int, Field(ge=0)] = 0
     """Storage units that are ready."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
@@ -132,15 +132,15 @@ class QueueStatus(Spec):
     partitions: Count | None = None
     """Jobs that use it; absent while unknown."""
     insecure: bool = False
-    """Whether its first controller serves other hosts without a certificate."""
+    """True if the first controller serves other hosts without a certificate."""
     failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
-    """By role: ends and attempts, as far as they must be remembered."""
+    """By role: ends of processes, and attempts, that still matter."""
     secrets: SecretRecords = Field(default_factory=dict)
-    """By role: Secrets of a queue that stands alone; ``client``: that for whoever uses it."""
+    """By role: Secrets of a standalone queue; ``client``: the Secret of its clients."""
 
     @property
     def begun(self) -> bool:
-        """True once pods were made for the queue."""
+        """True once pods were created for the queue."""
         return self.address is not None
 
 

@@ -1,6 +1,6 @@
-"""Records that the operator keeps in the status of what it makes pods for: ends of processes, and Secrets written.
+"""Records that the operator keeps in an object's status: ends of its processes, and Secrets written for it.
 
-Invariant: a record is bounded, however long its owner lives.
+Invariant: the size of a record is bounded, however long its owner lives.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
 class RoleRecord(Spec):
-    """Record of a role's processes, so that no end counts twice and no attempt of a gang is used twice."""
+    """Record of a role's processes, so that each end counts once and each attempt of a gang is used once."""
 
     attempt: Count = 0
-    """Attempt of the next process; it only grows."""
+    """Attempt of the next process; it only increases."""
     begun: bool = False
-    """Of a gang: whether processes of this attempt may exist."""
+    """For a gang: processes of this attempt may exist."""
     whole: bool = False
-    """Of a gang: whether all of this attempt have existed."""
+    """For a gang: all processes of this attempt have existed."""
     restarts: Count = 0
     """Failures within the window."""
     disruptions: Count = 0
@@ -32,22 +32,22 @@ class RoleRecord(Spec):
     window_start: Time | None = None
     """Time at which the window began."""
     in_a_row: Count = 0
-    """Ends in a row."""
+    """Consecutive ends."""
     last_failure: Time | None = None
     """Time at which the last end was counted."""
     counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
-    """UIDs of pods whose end is counted and that may still exist."""
+    """UIDs of pods that may still exist and whose end was counted."""
 
 
 class SecretRecord(Spec):
-    """A Secret that the operator has written, so that it need not be read."""
+    """A Secret that the operator has written, recorded so that it does not have to read it."""
 
     name: Annotated[str, StringConstraints(max_length=253)]
-    """Its name."""
+    """Name."""
     leaves: Count = 0
-    """Certificates in it."""
+    """Number of certificates in it."""
     period: Count = 0
-    """Period of the certificates; each is of two days."""
+    """Number of the two-day period of the certificates."""
     time: Time
     """Time at which it was written."""
 

@@ -1,7 +1,9 @@
-"""Status: what the driver's ``GET /v1/status`` answers, and what the operator writes into an RLJob.
+"""Status of a job: the reply to the driver's ``GET /v1/status``, and the status that the operator writes to an RLJob.
 
-Invariant: both are bounded, and the operator's is made of the driver's: no figure has two definitions. Times are
-RFC 3339 in UTC, durations seconds, staleness optimizer steps.
+Times are RFC 3339 in UTC, durations are in seconds, staleness is in optimizer steps.
+
+Invariants: the size of both is bounded. The operator derives its status from the driver's, so that each figure has one
+definition.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from asyncflow.api.weights import WeightsSpec
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
 Standing = Literal["starting", "ready", "lagging", "draining"]
 Attempt = Annotated[int, Field(ge=0, le=1_000_000_000)]
-"""An attempt as a driver says it: whatever it says, there are more to come."""
+"""An attempt as a driver reports it. The bound leaves the operator room to count further attempts."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
@@ -29,9 +31,9 @@ class Staleness(Wire):
     """Staleness (k-1) - v of the samples of the last step."""
 
     start: float = 0.0
-    """Largest, counted on a sample's oldest token."""
+    """Largest value, counted on a sample's oldest token."""
     end: float = 0.0
-    """Largest, counted on a sample's newest token."""
+    """Largest value, counted on a sample's newest token."""
     mean: float = 0.0
     """Mean over tokens."""
 
@@ -42,18 +44,18 @@ class CorrectionFigures(Wire):
     effective_share: float = 0.0
     """Effective sample size as a share of n: (Σw)² / (n Σw²)."""
     bounded_share: float = 0.0
-    """Share of them that were beyond a bound, and so truncated or masked."""
+    """Share of the weights that were beyond a bound, and therefore truncated or masked."""
 
 
 class QueueDepth(Wire):
-    """The queue."""
+    """Contents of the queue."""
 
     ready: Count = 0
-    """Samples that are finished and wait for the trainer."""
+    """Finished samples that wait for the trainer."""
     leased: Count = 0
     """Samples in generation."""
     staged: Count = 0
-    """Samples trained on and not yet in a checkpoint."""
+    """Samples that are trained but not yet in a checkpoint."""
     bytes: Count = 0
     """Bytes held."""
     limit: Count = 0
@@ -76,38 +78,38 @@ class RolloutState(Wire):
 
 
 class TaskState(Wire):
-    """One task of training samples that is a role of its own, or left to the user's process."""
+    """One task on training samples that is a role of its own, or that the user's process runs."""
 
     role: RoleKey = ""
-    """The role that runs it, ``client`` where it is left to the user's process."""
+    """The role that runs it; ``client`` for the user's process."""
     replicas: Count = 0
-    """Processes of it that are there; 0 where the role is ``client``, and so are ``done`` and ``failed``."""
+    """Its running processes. For the role ``client`` this, ``done`` and ``failed`` are 0."""
     ready: Count = 0
-    """Samples that it could take."""
+    """Samples that it can claim."""
     leased: Count = 0
-    """Samples that it computes."""
+    """Samples that it is computing."""
     done: Count = 0
-    """Samples that the processes which are there have done."""
+    """Samples that its running processes have finished."""
     failed: Annotated[dict[ShortWord, Count], Field(max_length=4)] = Field(default_factory=dict)
-    """Samples for which they have no result, by why: raised, invalid, timeout, died."""
+    """Samples without a result in these processes, by reason: raised, invalid, timeout, died."""
     first_failure: Annotated[str, StringConstraints(max_length=256)] = ""
-    """The last line of what is known of the first of them."""
+    """Last line of the details of the first failure."""
 
 
 class RewardState(Wire):
-    """The samples that were judged, evaluations included."""
+    """Results of scoring, evaluations included."""
 
     scored: Count = 0
-    """Samples that got a reward."""
+    """Samples with a reward."""
     failed: Annotated[dict[ShortWord, Count], Field(max_length=64)] = Field(default_factory=dict)
-    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died, incomplete; or that failed in a
-    task, ``NAME:`` before the why."""
+    """Samples without a reward, by reason: timeout, raised, invalid, out_of_range, died, incomplete. A failure in a
+    task has ``NAME:`` before the reason."""
     first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
-    """Details of the first of them, a traceback where the function raised."""
+    """Details of the first failure; a traceback if the function raised."""
     groups_all_right: Count = 0
     """Groups of training samples whose rewards were all equal, and at least ``evaluation.passReward``."""
     groups_all_wrong: Count = 0
-    """Those whose rewards were all equal, and below it."""
+    """Groups of training samples whose rewards were all equal, and below ``evaluation.passReward``."""
 
 
 class CheckpointState(Wire):
@@ -123,7 +125,7 @@ class BestState(Wire):
     """The checkpoint with the best evaluation."""
 
     step: Count
-    """Its optimizer step; 0 is the model that the run began with."""
+    """Its optimizer step; 0 is the initial model."""
     by: Literal["accuracy", "greedy", "reward"]
     """The figure that is compared."""
     value: float
@@ -131,22 +133,22 @@ class BestState(Wire):
 
 
 class StepProgress(Wire):
-    """Progress of the step that is being made."""
+    """Progress of the current step."""
 
     step: Count
     """The step."""
     samples: Count
-    """Samples that it takes."""
+    """Samples of the step."""
     generated: Count = 0
-    """Those of them that are generated and scored."""
+    """Samples of the step that are generated and scored."""
     filtered: Count = 0
-    """Samples of this step that were generated and left out, and others in their place."""
+    """Samples of the step that were generated but dropped and replaced."""
     trained: Count = 0
-    """Those whose gradient is computed."""
+    """Samples of the step whose gradient is computed."""
     running: Count = 0
     """Sequences in generation, of all steps."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
-    """Response tokens of the sequences that ended, in a second, by all rollouts, over the last seconds."""
+    """Response tokens per second of all rollouts, over the sequences that ended in the last seconds."""
     publishing: Count | None = None
     """Step of the version that is being published."""
     saving: bool = False
@@ -154,33 +156,33 @@ class StepProgress(Wire):
 
     @property
     def words(self) -> str:
-        """The same in one sentence."""
+        """The progress as one sentence."""
         done = (
             f"step {self.step}: generated {self.generated} of {self.samples}, trained {self.trained} of {self.samples}"
         )
-        beside = {
+        details = {
             f"{self.filtered} filtered": self.filtered,
             f"{self.running} sequence{'' if self.running == 1 else 's'} running": self.running,
             f"{self.tokens_per_second:.0f} tokens/s": self.tokens_per_second,
             f"publishing θ_{self.publishing}": self.publishing is not None,
             "writing a checkpoint": self.saving,
         }
-        return "; ".join(filter(None, (done, ", ".join(words for words, there in beside.items() if there))))
+        return "; ".join(filter(None, (done, ", ".join(words for words, shown in details.items() if shown))))
 
 
 class RecentFigures(Wire):
-    """Figures by which the elastic policy decides, of the last steps, taken over laps of some seconds each."""
+    """Input of the elastic policy: figures of the last steps, each over intervals of some seconds."""
 
     since: Count = 0
-    """The step after which the first lap begins."""
+    """The step after which the first interval starts."""
     wait_share: Share = 0.0
-    """Share of its time that the trainer waited for samples, in the lap in which it waited least."""
+    """Share of its time that the trainer waited for samples: the smallest value of an interval."""
     busy_share: Share = 1.0
-    """Share of their time in which the rollouts had work, in the lap in which they had most."""
+    """Share of their time in which the rollouts had work: the largest value of an interval."""
     slot_share: Share = 1.0
-    """Share of the rollouts' slots that was in use, in the lap in which it was largest."""
+    """Share of the rollouts' slots that was in use: the largest value of an interval."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
-    """Tokens that the rollouts made in a second."""
+    """Tokens per second that the rollouts generated."""
     tokens_per_sample: Annotated[float, Field(ge=0)] = 0.0
     """Tokens of a sample, prompt and response."""
 
@@ -189,24 +191,24 @@ class SetState(Wire):
     """Results of the last evaluation on one set of held-out prompts."""
 
     accuracy: Share
-    """Share of the samples that pass, of all at the evaluation's temperature."""
+    """Share of the samples at the evaluation's temperature that pass."""
     greedy: Share | None = None
-    """The same of the greedy ones."""
+    """Share of the greedy samples that pass."""
     reward: float | None = None
-    """Mean reward of the samples, the greedy ones apart."""
+    """Mean reward of the samples, without the greedy ones."""
     pass_at: PassAt = Field(default_factory=dict)
     """By k: pass@k."""
 
 
 class DriverStatus(Wire):
-    """Answer of ``GET /v1/status``."""
+    """Reply to ``GET /v1/status``."""
 
     attempt: Attempt = 0
     """The trainer's attempt."""
     phase: Phase = "Starting"
     """Phase of the job."""
     insecure: bool = False
-    """Whether the driver serves other hosts without a certificate."""
+    """True if the driver serves other hosts without a certificate."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
@@ -222,15 +224,15 @@ class DriverStatus(Wire):
     eval_greedy: float | None = None
     """Greedy accuracy of the last evaluation."""
     eval_reward: float | None = None
-    """Mean reward of the last evaluation's samples, the greedy ones apart."""
+    """Mean reward of the last evaluation's samples, without the greedy ones."""
     eval_pass_at: PassAt = Field(default_factory=dict)
     """By k: pass@k of the last evaluation."""
     eval_sets: Annotated[dict[Name, SetState], Field(max_length=16)] = Field(default_factory=dict)
-    """Results of the last evaluation on the sets of held-out prompts that have a name."""
+    """Results of the last evaluation on the named sets of held-out prompts."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
-    """Tokens trained in a second, prompts and responses, over the last steps."""
+    """Tokens trained per second, prompts and responses, over the last steps."""
     eta_seconds: Span | None = None
-    """Seconds to the end at this rate."""
+    """Expected seconds to the end of the run."""
     last_step_at: Time | None = None
     """Time at which the last step was done."""
     step_p95: Span | None = None
@@ -238,7 +240,7 @@ class DriverStatus(Wire):
     staleness: Staleness = Field(default_factory=Staleness)
     """Staleness of the last step's samples."""
     correction: CorrectionFigures | None = None
-    """Importance weights of the last step. Absent: the job has none."""
+    """Importance weights of the last step. Absent: the job has no correction."""
     version: Count = 0
     """Step of the newest published version."""
     queue: QueueDepth = Field(default_factory=QueueDepth)
@@ -246,30 +248,30 @@ class DriverStatus(Wire):
     trainer_wait_share: Share = 0.0
     """Share of its time that the trainer waited for samples, over the last steps."""
     recent: RecentFigures | None = None
-    """Figures by which the elastic policy decides. Absent until there were enough steps."""
+    """Input of the elastic policy. Absent until there were enough steps."""
     idle_share: Annotated[dict[RoleKey, float], Field(max_length=16)] = Field(default_factory=dict)
-    """By role: share of their time in which instances did nothing."""
+    """By role: share of their time in which instances were idle."""
     prompts_skipped: Count = 0
-    """Training prompts left out because they are too long, see ``data.overlong``."""
+    """Training prompts that were left out because they are too long, see ``data.overlong``."""
     rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=MOST_REPLICAS), FailFast()] = ()
     """The rollouts."""
     rewards: RewardState = Field(default_factory=RewardState)
-    """Samples judged so far, and why some have no reward."""
+    """Results of scoring so far."""
     tasks: Annotated[dict[Name, TaskState], Field(max_length=8)] = Field(default_factory=dict)
     """Tasks that are roles of their own, by name: the reference, and users' tasks."""
     checkpoint: CheckpointState | None = None
     """The newest checkpoint."""
     best: BestState | None = None
-    """The one with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
+    """The checkpoint with the best evaluation, if ``storage.checkpoints.keepBest`` is set."""
     waiting_for: Line = ""
     """Reason why the job waits, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None
-    """Rollouts that the built-in policy would have, before minReplicas and maxReplicas. Absent until it has decided."""
+    """Rollouts that the built-in policy wants, before minReplicas and maxReplicas. Absent until its first decision."""
     versions: VersionsState = Field(default_factory=VersionsState)
-    """The versions of weights on their way."""
+    """Distribution of the versions of weights."""
     fleets: Annotated[dict[FleetName, VersionsState], Field(max_length=MOST_FLEETS)] | None = None
-    """The same of the followers of one WeightSync alone, by its name: of the largest of such fleets. Absent: it is not
-    known whose followers they are."""
+    """The same for the followers of one WeightSync alone, by its name, for the largest fleets. Absent: the driver does
+    not know the WeightSyncs of its followers."""
 
     @property
     def words(self) -> str:
@@ -282,9 +284,9 @@ class DrainingRollout(Spec):
     """A rollout that is being drained."""
 
     name: Annotated[str, StringConstraints(max_length=63)]
-    """Its pod."""
+    """Name of its pod."""
     uid: Uid
-    """The pod's UID."""
+    """UID of its pod."""
     since: Time
     """Time at which it was chosen."""
 
@@ -293,23 +295,23 @@ class JobStatus(Spec):
     """State of an RLJob as the operator observed it."""
 
     observed_generation: Count = 0
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     accepted_generation: Count | None = None
-    """Generation of the spec that counts: the newest that was accepted."""
+    """Generation of the spec in force: the newest accepted one."""
     conditions: Conditions = ()
     """Accepted, Ready, Progressing, Stalled, WhyPending, Complete, Failed, Suspended, ElasticityActive."""
     phase: Phase = "Pending"
     """Phase of the job."""
     attempt: Count = 0
-    """The trainer's attempt; it only grows, and fences writers of older ones."""
+    """The trainer's attempt; it only increases, and writes of older attempts are refused."""
     start_time: Time | None = None
-    """Time at which the first pod was made."""
+    """Time at which the first pod was created."""
     completion_time: Time | None = None
     """Time at which the job finished."""
     suspend_time: Time | None = None
-    """Time at which the driver was first asked to suspend."""
+    """Time of the first request to the driver to suspend."""
     progress_time: Time | None = None
-    """Time at which this status was written: its figures are as of then."""
+    """Time of the figures in this status."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
@@ -321,9 +323,9 @@ class JobStatus(Spec):
     eval: float | None = None
     """Accuracy of the last evaluation, over all samples at its temperature."""
     eval_sets: Annotated[dict[Name, Share], Field(max_length=16)] = Field(default_factory=dict)
-    """The same on each set of held-out prompts that has a name."""
+    """The same on each named set of held-out prompts."""
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
-    """Tokens trained in a second."""
+    """Tokens trained per second."""
     staleness: float | None = None
     """Largest staleness of the last step's samples, counted on their oldest token."""
     version: Count | None = None
@@ -337,9 +339,9 @@ class JobStatus(Spec):
     checkpoint_step: Count | None = None
     """Step of the newest checkpoint."""
     best_step: Count | None = None
-    """Step of the checkpoint with the best evaluation, where ``storage.checkpoints.keepBest`` asks for it."""
+    """Step of the checkpoint with the best evaluation, if ``storage.checkpoints.keepBest`` is set."""
     failed_rewards: Count | None = None
-    """Samples that got no reward."""
+    """Samples without a reward."""
     waiting_for: Line = ""
     """Reason why the job waits, in one sentence."""
     replicas: Count = 0
@@ -349,24 +351,24 @@ class JobStatus(Spec):
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
     draining: Annotated[tuple[DrainingRollout, ...], Field(max_length=256)] = ()
-    """Rollouts on their way out."""
+    """Rollouts that are being drained."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
     """Label selector of the rollouts, for /scale."""
     restarts: Annotated[dict[str, Count], Field(max_length=16)] = Field(default_factory=dict)
     """By role: failures within the window."""
     failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
-    """By role: ends and attempts, as far as they must be remembered."""
+    """By role: ends of processes, and attempts, that still matter."""
     images: Annotated[dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)] = Field(
         default_factory=dict
     )
-    """By role, and of what scores: image, pinned when the job began."""
+    """By role, and for the container that scores: image, pinned when the job started."""
     weights: WeightsSpec | None = None
-    """Fields of the WeightSync that the job names, as they were last: should it go, the job goes on with them."""
+    """Last known fields of the WeightSync that the job names; the job keeps them if it is deleted."""
     secrets: SecretRecords = Field(default_factory=dict)
-    """By role: Secrets with certificates; ``keys``: that with the bearer token and the password of the store."""
+    """By role: Secrets with certificates. ``keys``: the Secret with the bearer token and the store's password."""
 
     @property
     def begun(self) -> bool:
-        """True once pods were made for the job, also where it waits now to be resumed."""
+        """True once pods were created for the job, even while the job is suspended."""
         attempted = any(record.attempt for record in self.failures.values())
         return self.start_time is not None or self.phase != "Pending" or attempted

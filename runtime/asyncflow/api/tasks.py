@@ -1,7 +1,9 @@
 """Tasks as roles of their own: a user's function over rows, the reference model, the reward, and the critic.
 
-Invariant: a column that a task writes says its dtype and how much of it a row may have, so that a row is created only
-with room for it; which tasks a job has and how they hang together is in ``asyncflow.api.graph``.
+``asyncflow.api.graph`` derives the tasks of a job, and their dependencies, from these settings.
+
+Invariant: a column that a task writes declares its dtype and its largest size, so that a row is created only if there
+is room for all its columns.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from asyncflow.errors import ManifestError
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
 """The name of a column."""
 ENTRY_BYTES: Final = 8
-"""Bytes that one entry of a column of a task is taken to have, whatever its dtype."""
+"""Bytes that are reserved for one entry of a task's column, for every dtype."""
 TaskReplicas = Annotated[int, Field(ge=1, le=4096)]
 
 
 class ColumnSpec(Spec):
-    """A column that a task writes: for each row a list of numbers of one dtype, of any length up to ``most``."""
+    """A column that a task writes: for each row a list of at most ``most`` numbers of one dtype."""
 
     name: ColumnName
     """Name of the column."""
@@ -34,7 +36,7 @@ class ColumnSpec(Spec):
 
 
 class ProcessSpec(Spec):
-    """Devices, resources and additions of the processes of a role."""
+    """Devices, resources and pod template of the processes of a role."""
 
     accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
     """Devices of one replica."""
@@ -43,58 +45,58 @@ class ProcessSpec(Spec):
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory of one replica."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
-    """Additions to these pods; they win over those of the job."""
+    """Additions to these pods; they override those of the job."""
 
 
 class CriticRoleSpec(ProcessSpec):
     """The critic as a role of its own."""
 
     replicas: TaskReplicas = 1
-    """Processes, each with the whole critic: a rank of the trainer asks one of them, which add up what they learned
-    before each update."""
+    """Processes, each with the whole critic. Each rank of the trainer uses one of them; they sum their gradients before
+    each update."""
 
 
 class WorkerSpec(ProcessSpec):
-    """Processes that work on rows of the queue, each on its own."""
+    """Processes that work on rows of the queue, independently of each other."""
 
     replicas: TaskReplicas = 1
     """Processes, one pod each."""
     batch: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Most rows that are computed together."""
     order: PluginName = "fifo"
-    """Which rows come first: ``fifo`` (oldest step, then as they became ready), ``oldest`` (made by the oldest
-    version), ``longest`` (most tokens, which balances replicas), ``key`` (in the order of the data), or an entry point
-    of the group ``asyncflow.selections``."""
+    """Order of claiming rows: ``fifo`` (oldest step, then in the order in which they became ready), ``oldest`` (made by
+    the oldest version), ``longest`` (most tokens, which balances replicas), ``key`` (in the order of the data), or an
+    entry point of the group ``asyncflow.selections``."""
     lease_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """Seconds without renewal after which the rows of a replica go to another."""
+    """Seconds without renewal after which another replica gets the rows of a replica."""
     drain_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0
-    """Seconds that a replica has to finish what it computes when it is told to leave; the rest goes to others."""
+    """Seconds in which a terminating replica finishes its work; other replicas get the rest."""
 
 
 class ReferenceSpec(WorkerSpec):
-    """The reference model θ_0 as a role of its own: it computes the log-probs of finished responses as they come."""
+    """The reference model θ_0 as a role of its own: it computes log-probs of responses as soon as they are finished."""
 
 
 class RewardRoleSpec(WorkerSpec):
-    """The reward as a role of its own: it scores finished responses as they come, and rollouts score none."""
+    """The reward as a role of its own: it scores responses as soon as they are finished, in place of the rollouts."""
 
     groups: bool = False
-    """Score all responses to a prompt at once, as a function over groups needs: ``batch`` rows or one group."""
+    """Score all responses to a prompt together, as a function over groups needs: ``batch`` rows or one group."""
     parallel: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches that one replica scores at the same time; the rows of one are written when all are scored."""
+    """Batches that one replica scores at the same time; a batch is written when all its rows are scored."""
 
     def check(self, *, by_group: bool) -> None:
-        """Raise ManifestError where a function is called with whole groups (``by_group``), and the role claims rows."""
+        """Raise ManifestError if a function scores whole groups (``by_group``) but the role claims single rows."""
         if by_group and not self.groups:
-            what = "a reward function takes all responses to a prompt at once, and the role takes them one by one"
-            raise ManifestError(what, where="spec.reward.role.groups", hint="Give true")
+            what = "a reward function scores all responses to a prompt together, but the role claims single responses"
+            raise ManifestError(what, where="spec.reward.role.groups", hint="Set groups: true")
 
 
 class UserTaskSpec(WorkerSpec):
-    """A user's function over rows, in processes of its own: it reads columns of a row and writes others.
+    """A user's function over rows, in processes of its own: it reads some columns of a row and writes others.
 
-    The trainer waits for what it writes, so that each sample is computed exactly once before it is trained. Without a
-    function the task is left to a process of the user's (``trainer.external``).
+    The trainer waits for its columns, so that each sample is computed exactly once before it is trained. A task without
+    a function is run by the user's own process (``trainer.external``).
     """
 
     name: Annotated[str, StringConstraints(pattern=f"^{TASK_NAME}$", max_length=16)]
@@ -108,23 +110,23 @@ class UserTaskSpec(WorkerSpec):
         ]
         | None
     ) = None
-    """``module:function`` of a module beside the manifest or installed: ``def function(rows, config)`` or ``async
-    def``, which returns a mapping of columns to values for each row. Absent: no process of the job runs the task; a
-    process of yours does, by ``get_experience_data`` and ``put_experience_data``. Of the other fields only ``reads``,
-    ``writes``, ``groups``, ``order`` and ``leaseSeconds`` count then."""
+    """``module:function`` of an installed module or one in the manifest's folder: ``def function(rows, config)`` or
+    ``async def``, which returns a mapping of columns to values for each row. Absent: your own process runs the task, by
+    ``get_experience_data`` and ``put_experience_data``; of the other fields only ``reads``, ``writes``, ``groups``,
+    ``order`` and ``leaseSeconds`` then have an effect."""
     reads: Annotated[tuple[ColumnName, ...], Field(min_length=1, max_length=16)]
-    """Columns that the function is given; a row is ready when it has them all."""
+    """Columns that the function receives; a row is ready when it has them all."""
     writes: Annotated[tuple[ColumnSpec, ...], Field(min_length=1, max_length=16)]
     """Columns that the function returns."""
     groups: bool = False
-    """Give the function whole groups: all responses to a prompt at once, ``batch`` rows or one group."""
+    """Call the function with whole groups: all responses to a prompt together, ``batch`` rows or one group."""
     parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Calls at the same time in one replica: a plain function is called in so many processes, each of which can be
-    killed; an ``async def`` so often at once in the replica's event loop."""
+    """Concurrent calls in one replica: of a plain function in so many processes, which can be killed; of an ``async
+    def`` in the replica's event loop."""
     timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """Seconds that one call may take. A process that takes longer is killed, an awaited call is cancelled."""
+    """Seconds that one call may take. After that its process is killed, or an awaited call is cancelled."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often a row is tried again, by whichever replica, after its call has failed or its replica was lost. Then the
-    sample is dropped with the reason, and counted; a job of which most samples fail is paused."""
+    """Number of times that a row is tried again, in any replica, after its call failed or its replica was lost. Then
+    the sample is dropped and counted, with the reason; the job pauses if most samples fail."""
     config: Options = Field(default_factory=dict)
-    """Settings that the function is given."""
+    """Settings that the function receives."""

@@ -257,7 +257,7 @@ def test_a_job_that_the_contract_refuses_says_what_to_do() -> None:
     view = custom_resource("RLJob", raw, None)
     assert (view.model, view.problem_reason) == (None, "Invalid")
     assert "spec.algorithm.steps" in view.problem
-    assert "Give at least 1" in view.problem
+    assert "Set a value of at least 1" in view.problem
 
 
 def test_a_status_that_nobody_understands_begins_anew() -> None:
