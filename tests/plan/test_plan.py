@@ -34,7 +34,7 @@ def test_the_table_of_tasks_has_the_critic_behind_the_task_that_asks_it() -> Non
         rows = tables(asked, plan(asked, decided="outcome", critic=True))[1].rows
         assert [row[0] for row in rows] == ["rollout", "advantage", "train", "critic"]
         reads = "prompt_ids, response_ids, loss_mask, returns"
-        assert rows[-1][1:5] == (where, reads, "values", "what train asks for")
+        assert rows[-1][1:5] == (where, reads, "values", "queries of train")
 
 
 def test_roles_start_after_those_they_wait_for() -> None:

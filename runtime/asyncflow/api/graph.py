@@ -120,7 +120,7 @@ class JobGraph:
         found = (self.writer(task.partition, column) for column in task.reads)
         return tuple(dict.fromkeys(one for one in found if one is not None))
 
-    def beside(self, task: Task) -> tuple[Companion, ...]:
+    def companions_of(self, task: Task) -> tuple[Companion, ...]:
         """Return the companions of a task."""
         return tuple(one for one in self.companions if (TRAIN, one.task) == (task.partition, task.name))
 

@@ -422,9 +422,9 @@ class RLJob(Spec):
         """The job's partition of the queue: its UID, or on one machine its name."""
         return self.metadata.uid or self.metadata.name
 
-    def folder(self, beside: Path) -> Path:
+    def folder(self, default: Path) -> Path:
         """Return the folder at which relative paths and modules start.
 
-        beside: the folder of the manifest, which is the default.
+        default: the folder of the manifest, for a job without an annotation that names its folder.
         """
-        return Path(self.metadata.annotations.get(FOLDER, beside))
+        return Path(self.metadata.annotations.get(FOLDER, default))

@@ -38,21 +38,21 @@ KINDS: dict[str, type[RLJob] | type[TransferQueue] | type[WeightSync]] = {
 def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifest:
     """Read and check the manifest in a file (path) or stream. Raises ManifestError."""
     name = str(source) if isinstance(source, (str, Path)) else str(getattr(source, "name", "manifest"))
-    document, beside = _read(source, name)
+    document, sync_document = _read(source, name)
     apply(document, overrides)
     built = _built(document, name)
-    if beside is None:
+    if sync_document is None:
         return built
-    sync = _built(beside, name)
+    sync = _built(sync_document, name)
     if not isinstance(built, RLJob) or built.spec.weight_sync.name != sync.metadata.name:
-        where = f"{name}, line {beside.begin}"
+        where = f"{name}, line {sync_document.begin}"
         hint = f"Name it in the job: spec.weightSync.name: {sync.metadata.name}"
         raise ManifestError("this is a WeightSync that no job in this file names", where=where, hint=hint)
     assert isinstance(sync, WeightSync)
     section = JobWeightsSpec.of(sync.spec)
     merged = built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
     if problems := [replace(each, place=("spec", *each.place[2:])) for each in broken(merged)]:
-        raise refusal(_located(problems, beside), source=name)
+        raise refusal(_located(problems, sync_document), source=name)
     return merged
 
 

@@ -1,4 +1,4 @@
-"""The plan: from a job to the roles that a substrate places. Pure: it opens nothing and asks nothing."""
+"""The plan of a job: the roles that a substrate places. It is computed from the manifest alone, without any I/O."""
 
 from asyncflow.plan.job import plan
 from asyncflow.plan.roles import JobPlan, Port, Readiness, Resources, RestartPolicy, Role

@@ -1,16 +1,15 @@
-"""The certificate authority of one job, and the certificates with which its processes know each other.
+"""The certificate authority of one job, and the certificates with which its processes authenticate each other.
 
-Everything follows from a seed of 32 random bytes: the key of the authority, the key of each process and all signatures
-(ECDSA of RFC 6979, which draws nothing at random). So a certificate that is made again is the same to the byte, nothing
-has to be read back from where it was put, and only the seed has to be kept. Who knows the seed can be any process of
-that job, and of no other.
+All keys and signatures are derived from a seed of 32 random bytes: the key of the authority, the key of each process
+and the signatures (deterministic ECDSA, RFC 6979). A certificate that is made again is therefore identical to the byte;
+only the seed has to be stored. Anyone who knows the seed can act as any process of that job, but not of another job.
 
-A certificate names the process that holds it by a URI, ``asyncflow://JOB/ROLE/INDEX``, and for HTTPS by the DNS name
-``ROLE-INDEX``, and no host: addresses of pods are used again by others. It belongs to a *period* of two days, is valid
-an hour before that begins and five days after it has ended. So a clock may be wrong by an hour, and whoever renews
-certificates may be away for five days.
+A certificate identifies its process by a URI, ``asyncflow://JOB/ROLE/INDEX``, and for HTTPS by the DNS name
+``ROLE-INDEX``. It names no host, since the addresses of pods are reused. It belongs to a *period* of two days, and is
+valid from one hour before the period until five days after it. A clock may therefore be wrong by an hour, and the
+process that renews certificates may be down for five days.
 
-Invariant: keys and signatures are made by the ``cryptography`` package and checked by ``ssl``, never here.
+Invariant: the ``cryptography`` package makes keys and signatures, and ``ssl`` checks them; this module does neither.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _EARLY_S: Final = 3_600
 _LATE_S: Final = 5 * 86_400
 _SERIAL_BYTES: Final = 16
 _KEY_BYTES: Final = 48
-"""Bytes that become a private key: 16 more than one has, so that the remainder is as good as uniform."""
+"""Bytes from which a private key is computed: 16 more than its size, so that the remainder is almost uniform."""
 _SINCE: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_FOR_EVER: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
-"""The end of a certificate that has none (RFC 5280, 4.1.2.5): an authority ends with its job, and is valid by any clock
-before, since a machine that has lost the time begins in 1970."""
+_NEVER_EXPIRES: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+"""The end of a certificate that does not expire (RFC 5280, 4.1.2.5). An authority is used until its job ends, and is
+valid from 1970, the year in which the clock of a machine without the time starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """The certificate of one process and the private key to it, both in PEM."""
+    """The certificate of one process and its private key, both in PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -54,31 +53,31 @@ def period_of(now: float) -> int:
 
 
 def derived(seed: bytes, purpose: str, *, length: int = SEED_BYTES) -> bytes:
-    """Return ``length`` secret bytes for ``purpose``, which say nothing about the seed or other purposes (RFC 5869)."""
+    """Return ``length`` secret bytes for ``purpose``, which reveal neither the seed nor other secrets (RFC 5869)."""
     return HKDF(algorithm=hashes.SHA256(), length=length, salt=None, info=f"asyncflow/{purpose}".encode()).derive(seed)
 
 
 class Authority:
     """The certificate authority of ``job``, a name that no other job ever has (its UID on a cluster).
 
-    seed: ``SEED_BYTES`` random bytes. Raises ValueError where they are not so many.
+    seed: ``SEED_BYTES`` random bytes. Raises ValueError for any other number of bytes.
     """
 
     def __init__(self, *, seed: bytes, job: str) -> None:
         if len(seed) != SEED_BYTES:
-            raise ValueError(f"a seed has {SEED_BYTES} bytes, not {len(seed)}")
+            raise ValueError(f"a seed must have {SEED_BYTES} bytes, not {len(seed)}")
         self.job = job
         self._seed = seed
         self._key = _private_key(seed, f"{job}/authority")
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"asyncflow {job}"[:64])])
         public = self._key.public_key()
         builder = _builder(seed, f"{job}/authority", subject=self._name, issuer=self._name, public=public)
-        builder = builder.not_valid_before(_SINCE).not_valid_after(_FOR_EVER)
+        builder = builder.not_valid_before(_SINCE).not_valid_after(_NEVER_EXPIRES)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
         builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         self.certificate: bytes = self._signed(builder)
-        """The authority's own certificate in PEM, which whoever checks the others has."""
+        """The authority's own certificate in PEM, with which processes check the other certificates."""
 
     def __repr__(self) -> str:
         return f"Authority({self.job})"
@@ -89,8 +88,8 @@ class Authority:
         key = _private_key(self._seed, purpose)
         public = key.public_key()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role}-{index}"[:64])])
-        who = ProcessIdentity(self.job, role, index)
-        names = [x509.UniformResourceIdentifier(who.uri), x509.DNSName(str(who))]
+        identity = ProcessIdentity(self.job, role, index)
+        names = [x509.UniformResourceIdentifier(identity.uri), x509.DNSName(str(identity))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         begin = datetime.datetime.fromtimestamp(period * PERIOD_S, datetime.UTC)
         builder = _builder(self._seed, purpose, subject=name, issuer=self._name, public=public)
@@ -125,14 +124,17 @@ def _private_key(seed: bytes, purpose: str) -> ec.EllipticCurvePrivateKey:
 def _builder(
     seed: bytes, purpose: str, *, subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    """Return what all certificates begin with. The highest bit of a serial number is 0, since it is positive."""
+    """Return a builder with the fields that all certificates have.
+
+    The highest bit of the serial number is 0, since serial numbers are positive.
+    """
     serial = int.from_bytes(derived(seed, f"{purpose}/serial", length=_SERIAL_BYTES)) >> 1 or 1
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
     return builder.serial_number(serial)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
-    """Return what a key is for: to sign certificates, or what is said in a handshake."""
+    """Return the key usage: to sign certificates (``signs``), or to sign TLS handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,

@@ -1,4 +1,4 @@
-"""Plain text for people: durations, sizes, and a plan as tables for ``asyncflow plan FILE``.
+"""Text output: durations, sizes, and a plan as tables for ``asyncflow plan FILE``.
 
 Invariant: every row of a table has one text for each column.
 """
@@ -14,7 +14,7 @@ from asyncflow.plan.job import begins, generated_by, swapped
 from asyncflow.plan.roles import JobPlan, Resources, Role
 
 ABSENT = "–"
-"""The text for a number that is not known."""
+"""The text for an unknown number."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -28,7 +28,7 @@ class TextTable:
 
 
 def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
-    """Return the roles, the tasks of training with the models beside them, and the figures of a job."""
+    """Return the roles, the training tasks with their companions, and the figures of a job as tables."""
     return (
         TextTable(
             title="Roles",
@@ -37,10 +37,10 @@ def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
         ),
         TextTable(
             title="Tasks",
-            columns=("task", "run by", "reads", "writes", "takes", "when"),
+            columns=("task", "run by", "reads", "writes", "claims", "when"),
             rows=(*(_task(job, task) for task in plan.graph.of(TRAIN)), *map(_companion, plan.graph.companions)),
         ),
-        TextTable(title="Figures", columns=("what", "how much"), rows=_figures(job)),
+        TextTable(title="Figures", columns=("figure", "value"), rows=_figures(job)),
     )
 
 
@@ -61,13 +61,13 @@ def _task(job: RLJob, task: Task) -> tuple[str, ...]:
 
 def _companion(one: Companion) -> tuple[str, ...]:
     where = f"inside {one.role}" if one.inside else one.role
-    return one.name, where, ", ".join(one.reads), ", ".join(one.writes), f"what {one.task} asks for", one.when
+    return one.name, where, ", ".join(one.reads), ", ".join(one.writes), f"queries of {one.task}", one.when
 
 
 def taken_by(task: Task) -> str:
-    """Return in words what a task takes at once, and in which order."""
-    whole = "equal slots of all ranks" if task.gang else "groups" if task.groups else "rows"
-    return whole + {"fifo": "", "key": ", by key"}.get(task.order, f", {task.order} first")
+    """Return the unit in which a task claims rows, and the order, as text."""
+    unit = "equal slots of all ranks" if task.gang else "groups" if task.groups else "rows"
+    return unit + {"fifo": "", "key": ", by key"}.get(task.order, f", {task.order} first")
 
 
 def _each(resources: Resources) -> str:
@@ -75,8 +75,8 @@ def _each(resources: Resources) -> str:
     if resources.memory is not None:
         parts.append(size(resources.memory))
     if resources.accelerators:
-        part = "" if resources.share == 1 else f"{resources.share:g} of "
-        parts.append(f"{part}{resources.accelerators} {resources.resource}")
+        share = "" if resources.share == 1 else f"{resources.share:g} of "
+        parts.append(f"{share}{resources.accelerators} {resources.resource}")
     return ", ".join(parts)
 
 
@@ -95,7 +95,7 @@ def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
 
 
 def size(count: float | None) -> str:
-    """Return bytes in the largest unit that leaves at least 1 (``1536`` -> ``1.5 KiB``), and a dash for None."""
+    """Return bytes in the largest unit in which they are at least 1 (``1536`` -> ``1.5 KiB``), a dash for None."""
     if count is None:
         return ABSENT
     for unit in _UNITS[:-1]:
@@ -106,7 +106,7 @@ def size(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in their two largest units (``45s``, ``2m13s``, ``3h07m``, ``1h``), and a dash for None."""
+    """Return seconds in their two largest units (``45s``, ``2m13s``, ``3h07m``, ``1h``), a dash for None."""
     if seconds is None:
         return ABSENT
     whole = round(seconds)

@@ -1,9 +1,11 @@
-"""``plan(job)``: which roles a job has, and which tasks they run.
+"""Function ``plan(job)``: the roles of a job, and the tasks that they run.
 
-Invariants: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
-after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in, as
-does a trainer that is the user's own process (``trainer.external``) and so no role of the plan. The flow of samples is
-that of ``asyncflow.api.graph``; the policies that make it are ``asyncflow.flow``.
+``asyncflow.api.graph`` describes the flow of samples; ``asyncflow.flow`` contains the policies that control it.
+
+Invariants: the plan is a pure function of the job, the same on every substrate. The roles are in the order in which
+they start, each after the roles that it waits for. A plan contains no list of endpoints: each role gets the address of
+the driver and connects to it. A trainer that is the user's own process (``trainer.external``) connects in the same way
+and is not a role of the plan.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from asyncflow.plan.roles import JobPlan, Port, Resources, Role
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 READ_LATE = frozenset((*_THREAD_VARIABLES, _TOKENIZERS))
-"""Variables that a process need not have before Python begins: the number of threads can be set later, too."""
+"""Variables that may be set after the Python interpreter has started: the libraries read them at their first use."""
 _CPU_ONLY = AcceleratorSpec()
 _IMPORTS = {
     "torch": ("asyncflow.training.torch.backend",),
@@ -32,18 +34,20 @@ _IMPORTS = {
     REFERENCE: ("asyncflow.training.torch.reference",),
     CRITIC: ("asyncflow.training.torch.critic_role",),
 }
-"""By back end, engine or role: modules whose import takes seconds."""
+"""Modules whose import takes seconds, by back end, engine or role."""
 
 
 def plan(job: RLJob, *, decided: str = ADVANTAGE, critic: bool = False) -> JobPlan:
     """Return the roles of ``job`` and its tasks. decided, critic: see ``graph_of``."""
     spec = job.spec
-    holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
-    valuing = () if (own := critic_role(spec)) is None else (_critic(spec, own),)
+    holding = holding_roles(spec.transfer_queue, "driver", lambda *arguments: _holding(spec, *arguments))
+    critics = () if (own := critic_role(spec)) is None else (_critic(spec, own),)
     trainer = () if spec.trainer.external else (_trainer(spec),)
-    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *valuing, *trainer)
-    beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
-    roles = (*serving, *beside, _rollout(spec))
+    workers = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
+    roles = (
+        *(_driver(spec), _controller(spec), *holding, _storage(spec)),
+        *(*critics, *trainer, *workers, _rollout(spec)),
+    )
     return JobPlan(job=job.name, roles=roles, graph=graph_of(spec, decided=decided, critic=critic))
 
 
@@ -92,7 +96,7 @@ def _trainer(spec: RLJobSpec) -> Role:
 
 
 def critic_role(spec: RLJobSpec) -> CriticRoleSpec | None:
-    """Return what the manifest says of the critic where that is a role of its own, else None."""
+    """Return the settings of the critic's role; None if the critic is not a role of its own."""
     return None if spec.critic is None else spec.critic.role
 
 
@@ -128,14 +132,14 @@ def _rollout(spec: RLJobSpec) -> Role:
 
 
 def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
-    """Return the roles that a manifest adds: reward, reference model, and one for each task with a function."""
+    """Return the optional roles that work on rows: reward, reference model, and one for each task with a function."""
     own: dict[RoleName, WorkerSpec | None] = {REWARD: spec.reward.role, REFERENCE: spec.reference}
     found = {name: worker for name, worker in own.items() if worker is not None}
     return found | spec.task_roles
 
 
 def added_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec | CriticRoleSpec]:
-    """Return all roles that a manifest adds: those of ``working_roles``, and the critic."""
+    """Return all optional roles: the roles of ``working_roles``, and the critic."""
     critic = critic_role(spec)
     return {**({} if critic is None else {CRITIC: critic}), **working_roles(spec)}
 
@@ -162,7 +166,7 @@ def _role(
     worker: TrainerSpec | RolloutSpec | ProcessSpec | None = None,
     **more: Any,
 ) -> Role:
-    """Return a role of the job. worker: its specification, where it computes; more: see ``serving_role``."""
+    """Return a role of the job. worker: its settings if it computes with a model; more: see ``serving_role``."""
     env = _env(spec.template)
     if worker is not None:
         env = _env(spec.template, worker.template, threads=worker.threads, accelerator=worker.accelerator)
@@ -184,7 +188,7 @@ def _resources(
 
 
 def _env(*templates: TemplateSpec, threads: int = 1, accelerator: AcceleratorSpec = _CPU_ONLY) -> dict[str, str]:
-    """Return the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
+    """Return the environment. The user's templates override the profile and ``threads``; a later template wins."""
     return (
         dict.fromkeys(_THREAD_VARIABLES, str(threads))
         | {_TOKENIZERS: "false"}
@@ -201,7 +205,7 @@ _SWAPS = {
 
 
 def generated_by(schedule: ScheduleSpec) -> str:
-    """Return in words which version generates D_k."""
+    """Return the version that generates D_k, as text."""
     if schedule.update == "sync" and schedule.swap_at == "quota":
         return "D_k by θ_{k-1}"
     if schedule.swap_at == "quota":
@@ -210,15 +214,15 @@ def generated_by(schedule: ScheduleSpec) -> str:
 
 
 def begins(spec: RLJobSpec, task: Task) -> str:
-    """Return in words when a task takes its rows."""
+    """Return the condition under which a task claims its rows, as text."""
     if task.name == "rollout":
-        return generated_by(spec.schedule) if task.partition == TRAIN else "as versions are to be evaluated"
+        return generated_by(spec.schedule) if task.partition == TRAIN else "when a version is to be evaluated"
     if task.gang:
         return "when D_k is complete" if spec.schedule.whole_steps else "as groups are finished"
-    return "as each group is finished" if task.groups else "as each sample is finished"
+    return "when a group is finished" if task.groups else "when a sample is finished"
 
 
 def swapped(schedule: ScheduleSpec) -> str:
-    """Return in words when rollouts get new weights."""
+    """Return the points at which rollouts get new weights, as text."""
     often = "every step" if schedule.sync_every == 1 else f"every {schedule.sync_every} steps"
     return f"{often}; a rollout swaps {_SWAPS[schedule.swap_at]}"

@@ -1,6 +1,6 @@
-"""The one role of a WeightSync that publishes a model by itself.
+"""The publisher: the only role of a WeightSync whose source is a model.
 
-Invariant: a pure function of the object; all followers dial this process, wherever it is placed.
+Invariants: the role is a pure function of the object. All followers connect to its process, on whichever node it runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The roles that hold a queue's bytes, and all roles of a TransferQueue that stands alone.
+"""The roles that hold a queue's bytes, and all roles of a standalone TransferQueue.
 
-Mooncake's master and holders, or Redis servers, hold the bytes of units whose back end they are, in a job as in a queue
-that stands alone. The other roles of a job's own queue are in the job's plan.
+Mooncake's master and holders, or Redis servers, hold the bytes of units with that back end, both in a job and in a
+standalone queue. The other roles of a job's own queue are in the job's plan.
 
-Invariants: process 0 of ``controller`` is the one address that all dial; it starts first, and the ledger lies with it.
-Where there are holders, each unit has the one of its own index, with more room than the unit may fill: what was freed
-goes a moment later than the unit's budget would have it, and an allocator leaves gaps. A store of others has its own.
+Invariants: all processes of a standalone queue connect to process 0 of ``controller``, which starts first and has the
+ledger. If there are holders, each unit uses the holder of its own index. A holder has more room than its unit may fill,
+since bytes are freed a little after the unit's budget counts them as free, and since an allocator leaves gaps. A store
+that AsyncFlow does not run has no holders.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.plan.roles import Port, Readiness, Resources, RestartPolicy, Role
 
 OVERHEAD = 256 << 20
-"""Bytes of a process that holds cells, beside those."""
+"""Bytes that a process that holds cells needs in addition to the cells."""
 _GRAIN = 16 << 20
 _MASTER_BYTES = 1 << 30
 _HOLDING: Final[Mapping[str, tuple[RoleName, ...]]] = {"mooncake": ("master", "holder"), "redis": ("holder",)}
-"""Roles that hold the bytes, by back end, in the order in which they start. Other back ends have none."""
+"""Roles that hold the bytes, by back end, in the order in which they start. Other back ends have no such roles."""
 
 MakeRole = Callable[[RoleName, int, Resources, tuple[RoleName, ...]], Role]
-"""Makes a role of a name, for so many processes with these resources, to be started after others."""
+"""A function that makes a role from its name, number of processes, resources, and the roles that start before it."""
 
 
 def held_bytes(queue: QueueSpec) -> int:
-    """Return the room of one holder: a quarter more than a unit may fill, and a grain for small ones."""
+    """Return the bytes of one holder: a quarter more than a unit may fill, and at least 16 MiB more."""
     least = queue.bytes_per_unit.bytes * 5 // 4 + _GRAIN
     return -(-least // _GRAIN) * _GRAIN
 
 
 def unit_bytes(queue: QueueSpec) -> int:
-    """Return the memory that the process of a unit needs at least: that of its cells too, unless others hold them."""
+    """Return the least memory of a unit's process, which includes the cells unless a store or a holder holds them."""
     elsewhere = queue.store is not None or queue.backend in _HOLDING
     return OVERHEAD + (0 if elsewhere else queue.bytes_per_unit.bytes)
 
@@ -47,18 +48,18 @@ def _cores(queue: QueueSpec) -> float:
 
 
 def holders(queue: QueueSpec) -> dict[RoleName, int]:
-    """Return how many processes of which roles hold the bytes, in the order in which they start."""
+    """Return the number of processes of each role that holds bytes, in the order in which the roles start."""
     roles = _HOLDING.get(queue.backend, ()) if queue.store is None else ()
     return {role: queue.storage_units if role == "holder" else 1 for role in roles}
 
 
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
-    """Return the roles that a unit starts after. leader: the role that all dial."""
+    """Return the roles that start before a unit. leader: the role to which all processes connect."""
     return (leader, "holder") if holders(queue) else (leader,)
 
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
-    """Return the roles of ``holders``, each started after the one before it, the first after the leader."""
+    """Return the roles of ``holders``. Each starts after the one before it, and the first after the leader."""
     memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
     made: list[Role] = []
     after = leader
@@ -69,12 +70,12 @@ def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[R
 
 
 _LEADER_S: Final = 7.0
-"""Seconds that a leader may take to end after those that it ordered to."""
+"""Seconds that a leader may take to end after the processes that it ordered to end."""
 _THREADS: Final = MappingProxyType({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 
 
 def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
-    """Return the roles in the order in which they start."""
+    """Return the roles of a standalone queue, in the order in which they start."""
     spec = queue.spec
     memory = spec.resources.memory.bytes if spec.resources.memory is not None else unit_bytes(spec)
     env = {**_THREADS, **{variable.name: variable.value for variable in spec.template.env}}
@@ -92,7 +93,7 @@ def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
 
 
 def queue_role(queue: TransferQueue, name: RoleName) -> Role:
-    """Return one role. Raises KeyError where a queue has none of that name."""
+    """Return the role ``name``. Raises KeyError if a queue has no such role."""
     return {role.name: role for role in queue_roles(queue)}[name]
 
 
@@ -108,7 +109,7 @@ def serving_role(
 ) -> Role:
     """Return a role whose processes serve calls and HTTP, and start and end within ``limits``.
 
-    ports: further ones; more: further fields of ``Role``, where ``core`` and ``most`` are ``replicas`` unless given.
+    ports: additional ports; more: other fields of ``Role``; the default of ``core`` and ``most`` is ``replicas``.
     """
     return Role(
         name=name,

@@ -1,7 +1,7 @@
-"""Description of a role: how many processes, the command line of each, and what a substrate must provide.
+"""Description of a role: the number of its processes, their command lines, and their requirements on a substrate.
 
-Invariant: a role says everything that a substrate needs and nothing that only one substrate knows: no address, no path,
-no process and no pod. What only the substrate knows is given to ``command``.
+Invariant: a role contains all that a substrate needs to run it, but nothing that depends on the substrate: no address,
+path, process or pod. The substrate passes these values to ``command``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import RoleName
 
 REFUSED: Final = 2
-"""Exit status of a process that refuses its input (manifest, checkpoint, ledger): another attempt would end so, too."""
+"""Exit status of a process that refuses its input (manifest, checkpoint, ledger). A restart would end the same way."""
 DISRUPTED: Final = 3
-"""Exit status of a process that lost what it worked on because another process ended. It begins again, and that is no
-failure of its role."""
+"""Exit status of a process that lost its work because another process ended. It is restarted, and the restart does not
+count as a failure of its role."""
 MOST_DISRUPTIONS: Final = 100
-"""Most ends of that kind within the window of a role's restarts, so that it does not begin again for ever."""
+"""Most exits with ``DISRUPTED`` within the window of a role's restarts, so that it is not restarted forever."""
 
 Durable = Literal["driver", "ledger", "checkpoints"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """A listening TCP port of a process that has an address of its own; on a shared address any free port will do."""
+    """A listening TCP port of a process with an address of its own; on a shared address it uses any free port."""
 
     name: str
     number: int
@@ -35,7 +35,7 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """A process is ready when ``GET path`` at the port named ``port`` answers 200, ``within_s`` after its start."""
+    """Readiness check: ``GET path`` at the port named ``port`` must return 200 within ``within_s`` of the start."""
 
     path: str
     port: str
@@ -44,11 +44,11 @@ class Readiness:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Restart budget of a role, over all its processes; for a gang one restart is one.
+    """Restart budget of a role, over all its processes; a restart of a whole gang counts once.
 
-    max_restarts: within ``window_s`` seconds; backoff_s: seconds before the first, doubled by each in a row.
-    dismissed_s: seconds within which a leader that ordered a process to end has ended too; after them the process
-    starts again, which is no failure.
+    max_restarts: most restarts within ``window_s`` seconds; backoff_s: seconds before the first restart, doubled by
+    each consecutive one. dismissed_s: seconds in which a leader ends after it ordered a process to end; if the leader
+    still runs after them, the process is restarted, which does not count as a failure.
     """
 
     max_restarts: int
@@ -61,7 +61,8 @@ class RestartPolicy:
 class Resources:
     """Resources that one process needs.
 
-    cpu: cores; memory: bytes, None = unstated; accelerators: devices of ``resource``; share: part of each that it uses.
+    cpu: cores; memory, shared_memory: bytes, None if not stated; accelerators: devices of ``resource``; share: the part
+    of each device that the process uses.
     """
 
     cpu: float
@@ -77,13 +78,12 @@ class Resources:
 class Role:
     """One role of a job.
 
-    replicas: processes, of which ``core`` must find a place together with the other roles' cores; elastic: whether
-    ``replicas`` may change between ``core`` and ``most`` while the job runs. gang: whether the processes start and end
-    together; exchanges: whether they compute together although each starts and ends on its own; ranks: members of the
-    job that each stands for, which it starts itself where they are several. leader: whether its exit with status 0 ends
-    the job well. after: roles to be ready before it starts.
-    durable: volumes that it needs. env: beside what the substrate adds. imports: modules beside those of all roles
-    whose import takes most of the time until it is ready.
+    replicas: number of processes, which may change between ``core`` and ``most`` while the job runs; core: processes
+    that must be placed together with the cores of the other roles. gang: whether the processes start and end together;
+    exchanges: whether they compute together although each starts and ends independently; ranks: ranks of each process,
+    which it starts itself if there are several. leader: whether its exit with status 0 completes the job. after: roles
+    that must be ready before it starts. durable: volumes that it needs. env: environment variables, to which the
+    substrate adds its own. imports: slow imports of this role, in addition to the modules that all roles import.
     """
 
     name: RoleName
@@ -105,26 +105,26 @@ class Role:
 
     @property
     def elastic(self) -> bool:
-        """True where the number of processes may change while the job runs."""
+        """True if the number of processes may change while the job runs."""
         return self.core != self.most
 
     @property
     def linked(self) -> bool:
-        """True where several processes exchange tensors over a network, each by devices of its own."""
+        """True if several processes exchange tensors over a network, each with devices of its own."""
         return (self.gang or self.exchanges) and self.replicas > 1
 
     @property
     def spread(self) -> bool:
-        """True where several processes compute together, over a network."""
+        """True if several processes form one gang, which computes together over a network."""
         return self.gang and self.replicas > 1
 
     @property
     def world(self) -> int:
-        """Ranks that compute together, 1 where the role is no gang."""
+        """Ranks that compute together; 1 if the role is not a gang."""
         return self.replicas * self.ranks if self.gang else 1
 
     def rank_variables(self, index: int, *, local_rank: int = 0) -> dict[str, str]:
-        """Return the variables by which torchrun tells a rank of process ``index`` which one it is."""
+        """Return the environment variables of a rank of process ``index``, with the names that torchrun uses."""
         return {
             "WORLD_SIZE": str(self.world),
             "RANK": str(index * self.ranks + local_rank),
@@ -147,13 +147,13 @@ class Role:
     ) -> list[str]:
         """Return the command line of process ``index``.
 
-        attempt: counts from 0, grows with every restart; driver: the driver's address, for the driver itself the one
-        to listen on; job: path of the manifest; workdir: where the process may write; http_port: where /metrics is
-        served, any free port if None; control_port: where the driver takes orders, likewise; python: the interpreter.
-        Raises ValueError for a negative index.
+        attempt: counts from 0 and increases with every restart; driver: the driver's address, for the driver itself the
+        address to listen on; job: path of the manifest; workdir: folder to which the process may write; http_port: port
+        of /metrics, None for any free port; control_port: port of the driver's control service, likewise; python: the
+        interpreter. Raises ValueError for a negative index.
         """
         if index < 0:
-            raise ValueError(f"process {index} of role {self.name}")
+            raise ValueError(f"process {index} of role {self.name}: the index is negative")
         options = {"job": job, "driver": driver, "index": index, "attempt": attempt, "workdir": workdir}
         if http_port is not None:
             options["http-port"] = http_port
@@ -172,5 +172,5 @@ class JobPlan:
     graph: JobGraph
 
     def role(self, name: RoleName) -> Role:
-        """Return a role by name. Raises KeyError where the job has none of it."""
+        """Return a role by name. Raises KeyError if the job has no such role."""
         return {role.name: role for role in self.roles}[name]
