@@ -189,9 +189,12 @@ def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
         ("rollout.engine={name: transformers, options: {quick: 1}}", "unknown option quick. Known: none"),
         ("trainer.backend.options={quick: 1}", "spec.trainer.backend.options: unknown option quick. Known: capacity"),
         ("trainer.backend={name: torch, options: {head_tokens: 0}}", "head_tokens"),
-        ("data.train.config={chat: true}", "data.train.config: chat is no setting of the source. Set data.train.chat"),
+        (
+            "data.train.config={chat: true}",
+            "data.train.config: chat is not a setting of the source. Set data.train.chat",
+        ),
         ("data.train.chat=true", "no chat template"),
-        ("data.train.source=gym://chain_sums", "near it: chain_sum"),
+        ("data.train.source=gym://chain_sums", "similar names: chain_sum"),
         ("reward.function=gym", "the function gym scores prompts of gym:// only"),
     ],
 )
@@ -233,12 +236,12 @@ def test_prompts_that_will_be_skipped_are_counted_and_no_error_unless_all_are(ma
 
 def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):
     train = rows(manifest, "tasks.jsonl", {"prompt": "a"}, {"question": "b"}, {"question": "c"})
-    assert "tasks.jsonl:2: has no field 'prompt', as 2 of 3 rows" in refused(capsys, manifest, train)
+    assert "tasks.jsonl:2: the row has no field 'prompt', like 2 of 3 rows" in refused(capsys, manifest, train)
 
 
 def test_an_empty_file_is_called_empty(manifest, capsys):
     said = refused(capsys, manifest, rows(manifest, "tasks.jsonl"))
-    assert "tasks.jsonl: is empty" in said
+    assert "tasks.jsonl: there are no rows" in said
     assert "hash" not in said
 
 

@@ -70,14 +70,14 @@ def test_every_form_gives_the_same_prompts_in_the_same_order(tmp_path: Path) -> 
     assert asked[:200] == asked[200:400] == asked[400:]
     assert {source.size for source in sources} == {90}, "of equal questions the first is kept"
     assert dict(map(tuple, asked))["q5"] == 5
-    assert all(source.asks("q5") and not source.asks("q95") for source in sources)
+    assert all(source.contains("q5") and not source.contains("q95") for source in sources)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_evaluation_takes_the_first_questions_of_a_file(tmp_path: Path, scheme: str) -> None:
     source = opened(tmp_path, write(tmp_path, scheme, [{"prompt": f"q{n}"} for n in range(40)]), size=8)
     assert {source.prompt(serial).question for serial in range(8)} == {f"q{n}" for n in range(8)}
-    assert not any(source.asks(f"q{n}") for n in range(8, 200))
+    assert not any(source.contains(f"q{n}") for n in range(8, 200))
     with pytest.raises(ManifestError, match="41"):
         opened(tmp_path, f"{scheme}://data-{scheme}", size=41)
 
@@ -125,7 +125,7 @@ def test_a_jsonl_file_that_is_replaced_stays_as_it_was_and_one_written_into_is_r
     with (tmp_path / "data-jsonl").open("a") as file:
         file.write('{"prompt": "more"}\n')
     os.utime(tmp_path / "data-jsonl")
-    with pytest.raises(ManifestError, match="was written into"):
+    with pytest.raises(ManifestError, match="was written to"):
         again.prompt(0)
 
 
@@ -150,28 +150,32 @@ def test_a_split_is_a_folder_of_what_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "config", "said"),
     [
-        ("dataset://dict", {}, r"holds the splits test, train.*Name one: dataset://PATH/SPLIT"),
-        ("dataset://dict/valid", {}, r"is no folder that save_to_disk .* beside it: test, train"),
-        ("dataset://absent", {}, "is no folder that save_to_disk"),
-        ("dataset://broken", {}, r"broken: cannot be read"),
+        ("dataset://dict", {}, r"contains the splits test, train.*Name one split: dataset://PATH/SPLIT"),
+        ("dataset://dict/valid", {}, r"is not a folder that save_to_disk .* next to it: test, train"),
+        ("dataset://absent", {}, "is not a folder that save_to_disk"),
+        ("dataset://broken", {}, r"broken: the data cannot be read"),
         ("parquet://absent", {}, "there is no Parquet file at"),
         ("parquet://empty", {}, "there is no Parquet file at"),
-        ("parquet://broken.parquet", {}, r"broken\.parquet: cannot be read"),
-        ("parquet://none.parquet", {}, "is empty"),
+        ("parquet://broken.parquet", {}, r"broken\.parquet: the data cannot be read"),
+        ("parquet://none.parquet", {}, "there are no rows"),
         ("parquet://mixed", {}, "cannot be read.*same columns"),
-        ("parquet://good.parquet", {"prompt": "text"}, r"row 0: has no field 'text', as 2 of 2 rows.*it has: a"),
-        ("parquet://good.parquet", {"prompt": "n"}, r"row 0: 'n' is neither a text nor a list of messages"),
-        ("parquet://good.parquet", {"prompt": "hole"}, r"row 1: 'hole' is neither"),
-        ("parquet://good.parquet", {"answer": "truth"}, r"has no field 'truth'.*It has: "),
+        (
+            "parquet://good.parquet",
+            {"prompt": "text"},
+            r"row 0: the row has no field 'text', like 2 of 2 rows.*row has: a",
+        ),
+        ("parquet://good.parquet", {"prompt": "n"}, r"row 0: the field 'n' is neither a string nor a list of messages"),
+        ("parquet://good.parquet", {"prompt": "hole"}, r"row 1: the field 'hole' is neither"),
+        ("parquet://good.parquet", {"answer": "truth"}, r"has no field 'truth'.*its fields: "),
         ("parquet://good.parquet", {"meta": ["levle"]}, r"has no field 'levle'"),
-        ("parquet://good.parquet", {"meta": "level"}, "is not understood"),
+        ("parquet://good.parquet", {"meta": "level"}, "is invalid"),
         ("parquet://good.parquet", {"columns": []}, "unknown field `columns`"),
-        ("parquet://good.parquet?prompt=a", {"prompt": "b"}, "prompt is given twice"),
-        ("parquet://dated.parquet", {}, r"column 'day' is date32.*config\.meta.*of: prompt$"),
-        ("parquet://nested.parquet", {}, r"column 'days' is .*date32.*which JSON cannot hold"),
-        ("good.jsonl", {"answer": "truth"}, r"has no field 'truth'.*It has: a, none, prompt"),
-        ("good.jsonl", {"prompt": "none"}, r"'none' is neither a text nor a list of messages: .* Give a text, or"),
-        ("good.csv", {}, r"good\.csv:1: is not JSON: .* Write one JSON object a line"),
+        ("parquet://good.parquet?prompt=a", {"prompt": "b"}, "prompt is set twice"),
+        ("parquet://dated.parquet", {}, r"column 'day' has the type date32.*config\.meta.*of: prompt$"),
+        ("parquet://nested.parquet", {}, r"column 'days' has the type .*date32.*which JSON cannot represent"),
+        ("good.jsonl", {"answer": "truth"}, r"has no field 'truth'.*its fields: a, none, prompt"),
+        ("good.jsonl", {"prompt": "none"}, r"'none' is neither a string nor a list of messages: .* Write a string, or"),
+        ("good.csv", {}, r"good\.csv:1: the line is not JSON: .* Write one JSON object per line"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(

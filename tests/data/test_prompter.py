@@ -47,7 +47,9 @@ def test_a_template_is_put_around_the_question_and_nothing_else_is_replaced(fold
 def test_a_prompt_without_tokens_is_refused(folder: Path) -> None:
     (folder.parent.parent / "chats.jsonl").write_text('{"prompt": "", "answer": 5}\n')
     assert asked(folder, 1, template="{question}?") == "?"
-    with pytest.raises(ManifestError, match=r"the prompt '' has no tokens\. Take it out, or give a template"):
+    with pytest.raises(
+        ManifestError, match=r"the prompt '' has no tokens\. Remove it from the data, or set a template"
+    ):
         asked(folder, 1)
 
 
@@ -96,7 +98,9 @@ def test_options_that_nothing_reads_are_refused(folder: Path) -> None:
         both(folder, evalSets=[{"name": "b", "source": "eval.jsonl", "size": 1, "chatOptions": {"enable_thinking": 0}}])
     with pytest.raises(ManifestError, match=r"does not read enable_thinkin\. It reads: enable_thinking"):
         both(folder, train={"chat": True, "chatOptions": {"enable_thinkin": False}})
-    with pytest.raises(ManifestError, match=r"chatOptions is no setting of the source\. Set data\.train\.chatOptions"):
+    with pytest.raises(
+        ManifestError, match=r"chatOptions is not a setting of the source\. Set data\.train\.chatOptions"
+    ):
         both(folder, train={"config": {"chatOptions": {}}})
 
 
@@ -111,5 +115,5 @@ def test_a_second_system_message_is_refused(folder: Path) -> None:
     own = (Message(role="system", content="Add."), Message(role="user", content="1+1"))
     prompt = Prompt(question="1+1 with a rule", messages=own)
     assert PromptFormat(chat=True).messages(prompt) == own
-    with pytest.raises(ManifestError, match=r"system: the manifest gives a system .* 1\+1 with a rule\. Leave it out"):
+    with pytest.raises(ManifestError, match=r"system: the manifest has a system .* 1\+1 with a rule\. Remove it"):
         PromptFormat(chat=True, system="Sum.").messages(prompt)

@@ -35,7 +35,7 @@ def test_whatever_is_put_again_or_cut_off_each_prompt_has_its_serial(
     for first, count in calls:
         some = ALL[first : first + count]
         if first > found.there:
-            with pytest.raises(Refused, match="is not the next one"):
+            with pytest.raises(Refused, match="is not the next serial"):
                 found.put(some, first=first)
         else:
             most = max(most, first + len(some))
@@ -52,7 +52,7 @@ def test_whatever_is_put_again_or_cut_off_each_prompt_has_its_serial(
 def test_two_that_put_do_not_overwrite_each_other(tmp_path: Path) -> None:
     found = source(tmp_path / "prompts.jsonl")
     found.put(ALL[:2], first=0)
-    with pytest.raises(Refused, match="others have its place"):
+    with pytest.raises(Refused, match="other prompts already have these serials"):
         found.put([ALL[5]], first=1)
     assert questions(found) == ALL[:2]
 
@@ -84,7 +84,7 @@ def test_a_file_that_is_new_keeps_its_name_when_the_power_goes(tmp_path: Path, m
 
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1"}\n{"answer": 2}\n')
-    with pytest.raises(ManifestError, match="line 2 is no prompt"):
+    with pytest.raises(ManifestError, match="line 2 is not a prompt"):
         source(tmp_path / "prompts.jsonl")
 
 
@@ -92,9 +92,9 @@ def test_only_training_prompts_are_put_and_nothing_of_it_is_configured(tmp_path:
     opened = open_source(TrainDataSpec(source="put://"), workdir=tmp_path, cache=tmp_path, where="data.train")
     assert isinstance(opened, PutSource)
     for configured in (TrainDataSpec(source="put://there"), TrainDataSpec(source="put://", config={"split": "hash"})):
-        with pytest.raises(ManifestError, match="nothing to be configured"):
+        with pytest.raises(ManifestError, match="put:// has no settings"):
             open_source(configured, workdir=tmp_path, cache=tmp_path, where="data.train")
-    with pytest.raises(ManifestError, match="is no source"):
+    with pytest.raises(ManifestError, match="is not a source"):
         open_source(EvalDataSpec(source="put://", size=4), workdir=tmp_path, cache=tmp_path, where="data.eval")
 
 

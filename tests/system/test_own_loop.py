@@ -185,7 +185,7 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
         there = list(range(number, number + len(asked)))
         assert engines.put_prompts_data(asked) == there
         assert engines.put_prompts_data(asked, first=number) == there, "once more: they are there"
-        with pytest.raises(Refused, match="others have its place"):
+        with pytest.raises(Refused, match="other prompts already have these serials"):
             engines.put_prompts_data(asked, first=number - 1)
 
     def started(*given: Any) -> asyncflow.Engines:

@@ -1,1 +1,1 @@
-"""Prompts: sources of checkable tasks, split into training and held-out, and how a task becomes token ids."""
+"""Prompts: sources of checkable tasks, split into training and held-out, and their conversion to token ids."""

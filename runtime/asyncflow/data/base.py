@@ -1,8 +1,8 @@
-"""A prompt source: random access to checkable tasks, split once and for all into training and held-out.
+"""A prompt source: random access to checkable tasks, with a fixed split into training and held-out tasks.
 
 Invariants: ``source.prompt(serial)`` is a pure function of (source, config, seed, purpose, serial), so that a restarted
-driver gives the same prompts again; no question is ever both in a training and in a held-out source (``held_out`` looks
-at nothing but the question's text); a held-out source never repeats a question.
+driver gets the same prompts again. No question is both in a training and in a held-out source, since ``held_out`` is a
+function of the question's text alone. A held-out source never repeats a question.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncflow.errors import ManifestError
 Purpose = Literal["train", "eval"]
 
 HELD_OUT_SHARE = 0.25
-"""The share of all questions that is kept for evaluation, unless both sources of a job say another."""
+"""The share of all questions that is held out for evaluation, unless both sources of a job set another share."""
 
 MODEL: Final = "assistant"
 """Role of the model in a conversation."""
 ENVIRONMENT: Final = "environment"
-"""Role of what answers the model in a transcript of several turns."""
+"""Role of the environment in a transcript of several turns."""
 
 _TRIES = 10_000
 
@@ -36,10 +36,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: what is asked, the right answer and what its checker needs; everything in it is JSON.
+    """One task: a question, its right answer and data for its checker, all of them JSON values.
 
-    question: the text by which the task is told from others; messages: the conversation to send instead of it, where
-    the source has one; task: the name of the checker's task.
+    question: the text that identifies the task; messages: the conversation to send in place of the question, if the
+    source has one; task: the name of the checker's task; meta: data for the checker.
     """
 
     question: str
@@ -49,7 +49,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the prompt as bytes, for a uint8 cell of the queue. Raises ValueError for what no message can hold."""
+        """Return the prompt as bytes for a uint8 cell of the queue. Raises ValueError if it cannot be encoded."""
         try:
             return msgspec.msgpack.encode(self)
         except OverflowError as error:
@@ -57,7 +57,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Prompt:
-        """Make again the prompt that ``packed`` gave. Raises msgspec.DecodeError where it is none."""
+        """Return the prompt that ``packed`` encoded. Raises msgspec.DecodeError if ``data`` is not a prompt."""
         return msgspec.msgpack.decode(data, type=cls)
 
 
@@ -66,16 +66,16 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of different serials; None where the source is endless."""
+        """Number of different serials; None if the source is endless."""
 
     @property
     def there(self) -> int | None:
-        """Number of tasks that were put so far, in a source that is filled meanwhile; None where all are there."""
+        """Number of tasks put so far, for a source that is filled while the job runs; None for other sources."""
 
     def prompt(self, serial: int) -> Prompt:
-        """Return task ``serial`` >= 0; a finite training source starts again after its end, in another order.
+        """Return task ``serial`` >= 0; a finite training source repeats its tasks after its end, in another order.
 
-        Raises IndexError past the end of a held-out source, ManifestError where the source has too few tasks.
+        Raises IndexError past the end of a held-out source, ManifestError if the source has too few tasks.
         """
 
 
@@ -85,7 +85,7 @@ def held_out(question: str, share: float = HELD_OUT_SHARE) -> bool:
 
 
 def digest(*parts: str | int) -> int:
-    """Return a 63-bit number from the parts, the same on every machine."""
+    """Return a 63-bit hash of the parts, which is the same on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
@@ -93,8 +93,9 @@ def digest(*parts: str | int) -> int:
 class GeneratedSource:
     """Tasks made by a generator: endless for training, ``size`` different ones for evaluation.
 
-    generate: gives the task for any index in [0, indices), a pure function; name, where (field of the manifest): for
-    messages; seed: tells sources with one generator apart; share: of all questions, held out.
+    generate: a pure function that returns the task for any index in [0, indices); name, where: name of the source and
+    field of the manifest, for messages; seed: distinguishes sources with the same generator; share: the share of all
+    questions that is held out.
     """
 
     there: int | None = None
@@ -119,7 +120,7 @@ class GeneratedSource:
         self._purpose = purpose
         self._where = where
         self._known: list[Prompt] = []
-        self._walk = self._distinct()
+        self._unseen = self._distinct()
         self.size = size if purpose == "eval" else None
 
     def prompt(self, serial: int) -> Prompt:
@@ -129,7 +130,7 @@ class GeneratedSource:
         if self.size is not None and serial >= self.size:
             raise IndexError(f"{self._name} has {self.size} held-out prompts, not {serial + 1}")
         while len(self._known) <= serial:
-            self._known.append(next(self._walk))
+            self._known.append(next(self._unseen))
         return self._known[serial]
 
     def _first_of_class(self, serial: int) -> Prompt:
@@ -155,7 +156,7 @@ class GeneratedSource:
     def _exhausted(self, found: int) -> ManifestError:
         kind = "training" if self._purpose == "train" else "held-out"
         return ManifestError(
-            f"{self._name} gives only {found} different {kind} prompts with this config",
+            f"{self._name} generates only {found} different {kind} prompts with this config",
             where=self._where,
-            hint="widen its config, or ask for fewer in `size`",
+            hint="Allow more variety in config, or reduce `size`",
         )

@@ -1,16 +1,16 @@
-"""Prompts of files: a task a row, in JSON lines, in Parquet files, or in folders of Hugging Face ``datasets``.
+"""Prompts from files with one task per row: JSON lines, Parquet files, or folders of Hugging Face ``datasets``.
 
-Opening a file reads all of it once, row by row, and keeps 24 bytes of each question: where its row is, a fingerprint
-of its text, and its place in the order of the epoch. A prompt is read from the file when it is asked for: a line of
-JSON by the byte at which it begins, other rows by their number. Parquet files and folders of ``datasets`` are read as
-Arrow files mapped into memory; a Parquet file has no rows that could be read one by one, so its used columns are
-written into such a file first, in a folder for what can be made again. The package is imported where it is needed.
+Opening a file reads all rows once and keeps 24 bytes per question: the position of its row, a fingerprint of its text,
+and its place in the order of the epoch. A prompt is read from the file on request: a JSON line by the offset of its
+first byte, other rows by their number. Parquet files and folders of ``datasets`` are read as memory-mapped Arrow files.
+Rows of a Parquet file cannot be read one by one, so its used columns are first written to an Arrow file in the cache
+folder. The package ``datasets`` is imported only if it is needed.
 
-Invariants: memory does not grow with the size of the rows; a file is used whole, unless its config says ``split:
-hash``: then training and evaluation each take their part by ``held_out``, as of every source; a training source goes
-through the file in a new keyed order each epoch, so that any serial can be had without those before it. A JSON line is
-read from the file that was opened, and refused where it was written into meanwhile; a column that JSON cannot hold is
-refused when the source is opened, unless config.meta leaves it out.
+Invariants: memory does not grow with the size of the rows. A file is used whole, unless its config has ``split: hash``;
+then ``held_out`` divides it between training and evaluation, as for every other source. A training source reads the
+file in a new keyed order in each epoch, so that any serial can be read without the serials before it. A JSON line is
+read from the file that was opened, and is refused if the file changed meanwhile. A used column that JSON cannot
+represent is refused when the source is opened, unless config.meta leaves it out.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ MISSING = object()
 class FileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Config of a source that is a file.
 
-    prompt, answer: names of the fields (or columns) with the question, a text or a list of {role, content}, and with
-    the answer, any JSON; meta: the fields that the reward function is given, all others where None; split: whether the
-    file is used whole or parted into training and held-out questions. A dot leads into a nested field.
+    prompt: name of the field (or column) with the question, a string or a list of {role, content}; answer: name of the
+    field with the answer, any JSON; meta: the fields that the reward function receives, None for all other fields;
+    split: whether the file is used whole, or divided into training and held-out questions. A dot in a name selects a
+    nested field.
     """
 
     prompt: str = "prompt"
@@ -54,7 +55,7 @@ class FileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class FileRow(NamedTuple):
-    """A row as a scan finds it. position: by which it is found again; place: the same for people."""
+    """A row that a scan found. position: the key by which ``Rows.row`` reads it; place: its location, for messages."""
 
     position: int
     place: str
@@ -71,27 +72,27 @@ class Rows(Protocol):
         """Yield all rows in order, with at least the field of the prompt. Raises ManifestError for a bad row."""
 
     def row(self, position: int) -> Mapping[str, Any]:
-        """Return the fields of the row at ``position``. Raises ManifestError where it is not there any more."""
+        """Return the fields of the row at ``position``. Raises ManifestError if the file has changed."""
 
     @property
     def fields(self) -> Collection[str]:
-        """Names of the fields of all rows, known after the scan."""
+        """Names of the fields of all rows, complete after the scan."""
 
 
 def read_config(config: Mapping[str, Any], *, where: str) -> FileConfig:
-    """Return a source's config. Raises ManifestError where it is not understood."""
+    """Return the config of a source. Raises ManifestError if it is invalid."""
     try:
         return msgspec.convert(dict(config), FileConfig)
     except msgspec.ValidationError as error:
         raise ManifestError(
-            f"config {dict(config)} is not understood: {error}",
+            f"config {dict(config)} is invalid: {error}",
             where=where,
-            hint="It may hold prompt, answer, meta (names of fields) and split (whole or hash)",
+            hint="Set only prompt, answer, meta (names of fields) and split (whole or hash)",
         ) from error
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the field ``name``, or the nested one that its dots lead to; MISSING where there is none."""
+    """Return the field ``name``, or the nested field that its dots select; MISSING if there is none."""
     if name in fields:
         return fields[name]
     value: Any = fields
@@ -103,10 +104,10 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 class FileSource:
-    """The tasks of one file. Opening reads it once; raises ManifestError with path and row where it cannot be used.
+    """The tasks of one file. Opening reads it once; raises ManifestError with path and row if it cannot be used.
 
-    task: name of the checker's task; size: how many prompts to take, all where None; where: field of the manifest.
-    Of rows with the same question the first is kept.
+    task: name of the checker's task; size: number of prompts to use, None for all; where: field of the manifest.
+    Of several rows with the same question only the first is used.
     """
 
     there: int | None = None
@@ -134,14 +135,14 @@ class FileSource:
         first.sort()
         kept = first if config.split == "whole" else first[held[first] == (purpose == "eval")]
         if len(kept) < (size or 1):
-            taken = "all of them" if config.split == "whole" else "its part of them"
+            used = "all of them" if config.split == "whole" else "only a part of them"
             raise ManifestError(
                 f"has {len(kept)} {'training' if purpose == 'train' else 'held-out'} prompts, not {size or 1}",
                 where=rows.name,
-                hint=f"The file has {len(first)} different questions, and config.split: {config.split} takes {taken}",
+                hint=f"Add rows: it has {len(first)} different questions, and config.split: {config.split} uses {used}",
             )
         self._positions = positions[kept[:size]]
-        self._asked = np.sort(fingerprints[kept[:size]])
+        self._fingerprints = np.sort(fingerprints[kept[:size]])
         self.size = len(self._positions)
 
     def prompt(self, serial: int) -> Prompt:
@@ -152,11 +153,11 @@ class FileSource:
         row = self._rows.row(int(self._positions[self._order(epoch)[place]]))
         return self._prompt(row, place=self._rows.name)
 
-    def asks(self, question: str) -> bool:
+    def contains(self, question: str) -> bool:
         """Return whether one of the tasks has this question."""
         fingerprint = _fingerprint(question)
-        at = np.searchsorted(self._asked, np.uint64(fingerprint))
-        return bool(at < self.size and self._asked[at] == fingerprint)
+        at = np.searchsorted(self._fingerprints, np.uint64(fingerprint))
+        return bool(at < self.size and self._fingerprints[at] == fingerprint)
 
     def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if epoch not in self._orders:
@@ -165,45 +166,44 @@ class FileSource:
         return self._orders[epoch]
 
     def _scan(self) -> tuple[Any, Any, Any]:
-        """Return, of each row: its position, the fingerprint of its question, and whether that is held out."""
+        """Return three arrays over the rows: position, fingerprint of the question, whether it is held out."""
         positions, fingerprints, held = array("q"), array("Q"), bytearray()
-        lacking, first_lacking, fields = 0, "", list[str]()
+        missing, first_missing, fields = 0, "", list[str]()
         for row in self._rows.scan():
-            asked = field_of(row.fields, self._config.prompt)
-            if asked is MISSING:
-                lacking += 1
-                first_lacking, fields = first_lacking or row.place, fields or sorted(row.fields)
+            if field_of(row.fields, self._config.prompt) is MISSING:
+                missing += 1
+                first_missing, fields = first_missing or row.place, fields or sorted(row.fields)
                 continue
             question = self._prompt(row.fields, place=row.place).question
             positions.append(row.position)
             fingerprints.append(_fingerprint(question))
             held.append(held_out(question))
-        rows = len(positions) + lacking
+        rows = len(positions) + missing
         if not rows:
             raise empty(self._rows.name)
-        if lacking:
+        if missing:
             raise ManifestError(
-                f"has no field {self._config.prompt!r}, as {lacking} of {rows} rows",
-                where=first_lacking,
-                hint=f"Name the one with the question in config.prompt; it has: {', '.join(fields) or 'none'}",
+                f"the row has no field {self._config.prompt!r}, like {missing} of {rows} rows",
+                where=first_missing,
+                hint=f"Set config.prompt to the field with the question; this row has: {', '.join(fields) or 'none'}",
             )
         return np.asarray(positions, np.int64), np.asarray(fingerprints, np.uint64), np.asarray(held, np.bool_)
 
     def _check_fields(self, where: str) -> None:
-        """Refuse a field that was named and that no row has. Raises ManifestError."""
-        config, there = self._config, self._rows.fields
+        """Raise ManifestError if the config names a field that no row has."""
+        config, fields = self._config, self._rows.fields
         answer = () if config.answer == FileConfig().answer else (config.answer,)
         for name in (*answer, *(config.meta or ())):
-            if name not in there and name.partition(".")[0] not in there:
-                known = ", ".join(sorted(there))
-                raise ManifestError(f"{self._rows.name} has no field {name!r}", where=where, hint=f"It has: {known}")
+            if name not in fields and name.partition(".")[0] not in fields:
+                hint = f"Name one of its fields: {', '.join(sorted(fields))}"
+                raise ManifestError(f"{self._rows.name} has no field {name!r}", where=where, hint=hint)
 
     def _prompt(self, fields: Mapping[str, Any], *, place: str) -> Prompt:
         config = self._config
         question, messages = _question(field_of(fields, config.prompt), config.prompt, place=place)
         answer = field_of(fields, config.answer)
-        taken = (config.prompt, config.answer)
-        named = config.meta if config.meta is not None else [name for name in fields if name not in taken]
+        used = (config.prompt, config.answer)
+        named = config.meta if config.meta is not None else [name for name in fields if name not in used]
         meta = {name: value for name in named if (value := field_of(fields, name)) is not MISSING}
         prompt = Prompt(
             question=question,
@@ -215,13 +215,13 @@ class FileSource:
         try:
             prompt.packed()
         except ValueError as error:
-            hint = "Write a whole number of more than 64 bits as a text, and no half of a surrogate pair"
-            raise ManifestError(f"holds what cannot be sent: {error}", where=place, hint=hint) from error
+            hint = "Write integers of more than 64 bits as strings, and remove unpaired surrogates from strings"
+            raise ManifestError(f"the row has a value that cannot be sent: {error}", where=place, hint=hint) from error
         return prompt
 
 
 def columns_used(config: FileConfig, columns: Iterable[str]) -> list[str]:
-    """Return those of a table's columns from which prompts are made."""
+    """Return the columns of a table from which prompts are made."""
     columns = list(columns)
     if config.meta is None:
         return columns
@@ -231,20 +231,20 @@ def columns_used(config: FileConfig, columns: Iterable[str]) -> list[str]:
 
 
 def empty(name: str) -> ManifestError:
-    """Return the error of a file without rows."""
-    return ManifestError("is empty", where=name, hint="It needs a row for each task")
+    """Return the error for data without rows."""
+    return ManifestError("there are no rows", where=name, hint="Add one row for each task")
 
 
-def _question(asked: Any, field: str, *, place: str) -> tuple[str, tuple[Message, ...]]:
-    if isinstance(asked, str):
-        return asked, ()
+def _question(value: Any, field: str, *, place: str) -> tuple[str, tuple[Message, ...]]:
+    if isinstance(value, str):
+        return value, ()
     try:
-        messages = msgspec.convert(asked, Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)])
+        messages = msgspec.convert(value, Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)])
     except msgspec.ValidationError as error:
-        hint = "Give a text, or {role, content} for each turn"
-        what = f"{field!r} is neither a text nor a list of messages: {error}"
+        hint = "Write a string, or {role, content} for each turn"
+        what = f"the field {field!r} is neither a string nor a list of messages: {error}"
         raise ManifestError(what, where=place, hint=hint) from error
-    return json.dumps(asked), messages
+    return json.dumps(value), messages
 
 
 def _fingerprint(question: str) -> int:
@@ -252,11 +252,14 @@ def _fingerprint(question: str) -> int:
 
 
 _PIECE = 1 << 16
-_EACH_LINE = "Write one JSON object a line, a task each, in UTF-8"
+_EACH_LINE = "Write one JSON object per line, in UTF-8, for each task"
 
 
 class JsonlRows:
-    """The rows of the file at ``path``. Raises ManifestError where it cannot be read; where: names it there."""
+    """The rows of the JSON lines file at ``path``. Raises ManifestError if it cannot be read.
+
+    where: the field of the manifest that names the file.
+    """
 
     def __init__(self, path: Path, *, where: str) -> None:
         self.name = str(path)
@@ -265,10 +268,11 @@ class JsonlRows:
             self._file = path.open("rb", buffering=_PIECE)
             self._state = self._stat()
         except OSError as error:
-            raise ManifestError(f"cannot be read: {error}", where=self.name, hint=f"{where} names it") from error
+            hint = f"Correct {where}, or make the file readable"
+            raise ManifestError(f"the file cannot be read: {error}", where=self.name, hint=hint) from error
 
     def scan(self) -> Iterator[FileRow]:
-        """Yield the rows in order. Raises ManifestError with the line's number for one that is no JSON object."""
+        """Yield the rows in order. Raises ManifestError with the line number if a line is not a JSON object."""
         position = 0
         try:
             for number, line in enumerate(self._file, 1):
@@ -279,15 +283,16 @@ class JsonlRows:
                     yield FileRow(position, place, fields)
                 position += len(line)
         except OSError as error:
-            raise ManifestError(f"cannot be read: {error}", where=self.name) from error
+            hint = "Check the disk, and start the job again"
+            raise ManifestError(f"the file cannot be read: {error}", where=self.name, hint=hint) from error
 
     def row(self, position: int) -> dict[str, Any]:
         """Return the row whose line begins at ``position``."""
         if self._stat() != self._state:
             raise ManifestError(
-                "was written into while the job reads it",
+                "the file was written to while the job reads it",
                 where=self.name,
-                hint="Put the new one into its place with a rename, and resume the run; or give it another name",
+                hint="Replace the file by renaming a new one, and resume the run; or use another file name",
             )
         line = b""
         while b"\n" not in line and (more := os.pread(self._file.fileno(), _PIECE, position + len(line))):
@@ -303,9 +308,9 @@ def _fields(line: bytes, *, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise ManifestError(f"is not JSON: {error}", where=place, hint=_EACH_LINE) from error
+        raise ManifestError(f"the line is not JSON: {error}", where=place, hint=_EACH_LINE) from error
     if not isinstance(fields, dict):
-        raise ManifestError("is not a JSON object", where=place, hint=_EACH_LINE)
+        raise ManifestError("the line is not a JSON object", where=place, hint=_EACH_LINE)
     return fields
 
 
@@ -313,7 +318,7 @@ _BATCH = 1000
 
 
 class ArrowTable:
-    """The rows of a data set. Raises ManifestError for a column that is used and that JSON cannot hold."""
+    """The rows of a data set. Raises ManifestError if JSON cannot represent a used column."""
 
     def __init__(self, data: datasets.Dataset, config: FileConfig, *, name: str) -> None:
         self.name = name
@@ -321,12 +326,12 @@ class ArrowTable:
         used = columns_used(config, self.fields)
         _check_types(data.features.arrow_schema, used, name=name)
         self._data = data.select_columns(used).with_format("arrow")
-        self._asked = [c for c in used if c in (config.prompt, config.prompt.partition(".")[0])] or used
+        self._scanned = [c for c in used if c in (config.prompt, config.prompt.partition(".")[0])] or used
 
     def scan(self) -> Iterator[FileRow]:
-        """Yield the rows in order, with the column of the prompt; with all where there is no such column."""
+        """Yield the rows in order, with the column of the prompt only; with all columns if there is no such column."""
         number = 0
-        for batch in self._data.select_columns(self._asked).iter(_BATCH):
+        for batch in self._data.select_columns(self._scanned).iter(_BATCH):
             for fields in batch.to_pylist():
                 yield FileRow(number, f"{self.name}, row {number}", fields)
                 number += 1
@@ -338,15 +343,16 @@ class ArrowTable:
 
 
 def open_parquet(path: Path, config: FileConfig, *, cache: Path, where: str) -> ArrowTable:
-    """Open a Parquet file, or all ``*.parquet`` in a folder and below, in order of their paths.
+    """Open a Parquet file, or all ``*.parquet`` files in a folder and its subfolders, in the order of their paths.
 
-    cache: folder for the Arrow file. Raises ManifestError where they cannot be read.
+    cache: folder for the Arrow file. Raises ManifestError if the files cannot be read.
     """
     library = _library("parquet", where=where)
     parquet = importlib.import_module("pyarrow.parquet")
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise ManifestError(f"there is no Parquet file at {path}", where=where, hint="Give a file, or a folder of them")
+        hint = "Set the path of a Parquet file, or of a folder of Parquet files"
+        raise ManifestError(f"there is no Parquet file at {path}", where=where, hint=hint)
     try:
         if not any(parquet.read_metadata(file).num_rows for file in files):
             raise empty(str(path))
@@ -355,32 +361,31 @@ def open_parquet(path: Path, config: FileConfig, *, cache: Path, where: str) -> 
         data = library.Dataset.from_parquet(paths, cache_dir=str(cache), columns=columns, batch_size=_BATCH)
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         reason = error.__cause__ or error
-        raise ManifestError(
-            f"cannot be read: {reason}", where=str(path), hint="Its files have to be Parquet, with the same columns"
-        ) from error
+        hint = "Check that all files are Parquet files with the same columns"
+        raise ManifestError(f"the data cannot be read: {reason}", where=str(path), hint=hint) from error
     return ArrowTable(data, config, name=str(path))
 
 
 def open_saved(path: Path, config: FileConfig, *, where: str) -> ArrowTable:
-    """Open a folder that ``Dataset.save_to_disk`` wrote. Raises ManifestError where it is none, or holds several."""
+    """Open a folder that ``Dataset.save_to_disk`` wrote. Raises ManifestError for other folders, or several splits."""
     library = _library("dataset", where=where)
     if (path / "dataset_dict.json").is_file():
         splits = sorted(file.parent.name for file in path.glob("*/state.json"))
-        raise ManifestError(
-            f"{path} holds the splits {', '.join(splits) or 'none'}", where=where, hint="Name one: dataset://PATH/SPLIT"
-        )
+        what = f"{path} contains the splits {', '.join(splits) or 'none'}"
+        raise ManifestError(what, where=where, hint="Name one split: dataset://PATH/SPLIT")
     if not (path / "state.json").is_file():
-        beside = sorted(file.parent.name for file in path.parent.glob("*/state.json"))
-        near = f"; beside it: {', '.join(beside)}" if beside else ""
+        siblings = sorted(file.parent.name for file in path.parent.glob("*/state.json"))
+        near = f"; such folders next to it: {', '.join(siblings)}" if siblings else ""
         raise ManifestError(
-            f"{path} is no folder that save_to_disk of `datasets` wrote{near}",
+            f"{path} is not a folder that save_to_disk of `datasets` wrote{near}",
             where=where,
-            hint="Give one; Parquet files are opened by parquet://PATH",
+            hint="Set the path of such a folder; for Parquet files use parquet://PATH",
         )
     try:
         data = library.load_from_disk(str(path), keep_in_memory=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"cannot be read: {error}", where=str(path), hint="Copy or save it again") from error
+        hint = "Copy or save the folder again"
+        raise ManifestError(f"the data cannot be read: {error}", where=str(path), hint=hint) from error
     return ArrowTable(data, config, name=str(path))
 
 
@@ -389,7 +394,7 @@ def _library(scheme: str, *, where: str) -> Any:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise ManifestError(
-            f"`{scheme}://` needs the package datasets: {error}", where=where, hint="pip install 'asyncflow[data]'"
+            f"`{scheme}://` needs the package datasets: {error}", where=where, hint="Run pip install 'asyncflow[data]'"
         ) from error
     library.disable_progress_bars()
     library.utils.logging.set_verbosity(logging.CRITICAL)
@@ -399,11 +404,11 @@ def _library(scheme: str, *, where: str) -> Any:
 def _check_types(schema: pa.Schema, used: Sequence[str], *, name: str) -> None:
     types = importlib.import_module("pyarrow.types")
     if wrong := [field for field in schema if field.name in used and not _is_json(types, field.type)]:
-        sound = [column for column in used if column not in {field.name for field in wrong}]
+        usable = [column for column in used if column not in {field.name for field in wrong}]
         raise ManifestError(
-            f"column {wrong[0].name!r} is {wrong[0].type}, which JSON cannot hold",
+            f"the column {wrong[0].name!r} has the type {wrong[0].type}, which JSON cannot represent",
             where=name,
-            hint=f"List in config.meta the columns that the reward needs, of: {', '.join(sound) or 'none'}",
+            hint=f"Set config.meta to the columns that the reward needs, out of: {', '.join(usable) or 'none'}",
         )
 
 

@@ -1,10 +1,10 @@
-"""Prompts that a program generates: reasoning-gym's (``gym://DATASET``) and the project's own (``tiny://TASK``).
+"""Generated prompts: the data sets of reasoning-gym (``gym://DATASET``) and the built-in tasks (``tiny://TASK``).
 
-A tiny task has checkable prompts without end, and a lesson: what a model is taught before it is trained by reward, the
-right answer together with wrong habits that are far more frequent, as pre-training teaches both.
+A tiny task has an endless number of checkable prompts, and a lesson: supervised examples for a model before it is
+trained by reward. As in pre-training, a lesson contains right answers and, far more often, wrong ones.
 
-Invariants: task ``index`` depends on nothing but (dataset, config, seed, index). Tiny prompts and responses are ASCII
-and short, so that a two-layer model on a CPU can learn them in seconds; a lesson never shows a held-out prompt.
+Invariants: task ``index`` depends only on (dataset, config, seed, index). Prompts and responses of tiny tasks are short
+and ASCII, so that a two-layer model on a CPU can learn them in seconds. A lesson never contains a held-out prompt.
 reasoning-gym is imported lazily.
 """
 
@@ -22,24 +22,25 @@ from asyncflow.errors import ManifestError
 
 SHARE = "held_out"
 INDICES = 1_000_000
-"""Number of tasks that a dataset is asked to have; ``size`` in the config overrides it, for datasets that limit it."""
+"""Default of ``size`` in the config of a data set: the number of its tasks. Some data sets limit it."""
 
 
 def open_gym(
     name: str, *, config: Mapping[str, Any], seed: int, purpose: Purpose, size: int | None, where: str
 ) -> GeneratedSource:
-    """Open the dataset ``name`` of reasoning-gym.
+    """Open the data set ``name`` of reasoning-gym.
 
-    config: the dataset's own fields, without ``seed``, and ``held_out``, the share of all questions that is kept for
-    evaluation (for datasets with few). Raises ManifestError where the package is missing, or it does not know the
-    dataset or refuses the config.
+    config: the fields of the data set, without ``seed``, and ``held_out``, the share of all questions that is held out
+    for evaluation (for data sets with few questions). Raises ManifestError if the package is missing, or if it does not
+    know the data set or refuses the config.
     """
     config = dict(config)
     share = config.pop(SHARE, HELD_OUT_SHARE)
     if not isinstance(share, float) or not 0 < share < 1:
-        raise ManifestError(f"{SHARE} = {share!r}", where=where, hint="Give a share between 0 and 1, or leave it out")
+        what = f"{SHARE} = {share!r} is not a share of the questions"
+        raise ManifestError(what, where=where, hint="Set a number between 0 and 1, or remove it")
     if "seed" in config:
-        raise ManifestError("seed is no setting of the source", where=f"{where}.config", hint=f"Set {where}.seed")
+        raise ManifestError("seed is not a setting of the source", where=f"{where}.config", hint=f"Set {where}.seed")
     settings = {"size": INDICES, **config}
     dataset = make_dataset(name, {**settings, "seed": seed}, where=where)
 
@@ -61,44 +62,46 @@ def open_gym(
 
 
 def make_dataset(name: str, config: Mapping[str, Any], *, where: str) -> Any:
-    """Make a reasoning-gym dataset. Raises ManifestError where that is not possible."""
+    """Create a reasoning-gym data set. Raises ManifestError if that is not possible."""
     try:
         import reasoning_gym  # noqa: F401  importing it registers the datasets
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ManifestError(
-            f"`gym://` needs reasoning-gym: {error}", where=where, hint="pip install 'asyncflow[gym]'"
+            f"`gym://` needs reasoning-gym: {error}", where=where, hint="Run pip install 'asyncflow[gym]'"
         ) from error
     if name not in DATASETS:
         near = ", ".join(difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4))
         raise ManifestError(
             f"reasoning-gym has no dataset {name!r}",
             where=where,
-            hint=f"near it: {near or 'nothing'}",
+            hint=f"Correct the name; similar names: {near or 'none'}",
         )
     try:
         return create_dataset(name, **config)
     except (TypeError, ValueError, AssertionError, AttributeError) as error:
         raise ManifestError(
-            f"reasoning-gym refuses the config of {name!r}: {error}", where=where, hint="see the dataset's fields"
+            f"reasoning-gym refuses the config of {name!r}: {error}",
+            where=where,
+            hint="Use the fields of the dataset, as reasoning-gym documents them",
         ) from error
 
 
 def _plain(metadata: Any) -> Any:
-    """Return the metadata as JSON values: a checker sees lists for tuples, and text for what JSON cannot say."""
+    """Return the metadata as JSON values: tuples become lists, and values that JSON cannot represent become strings."""
     return json.loads(json.dumps(metadata, default=str))
 
 
 Response = Callable[[Prompt], tuple[str, ...]]
-"""What a model says, and what it reads between its turns, in turns: the first, the third and so on are the model's."""
+"""A function that returns a response: the model's turns (first, third ...) and the observations between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyTask:
-    """One task.
+    """One built-in task.
 
-    ask: gives the prompt for any index in [0, size); habits: how a model that has had its lesson responds, each with
-    its share of the lesson; the shares add up to 1.
+    ask: returns the prompt for any index in [0, size); habits: the kinds of responses in the lesson, each with its
+    share of the lesson. The shares add up to 1.
     """
 
     name: str
@@ -107,7 +110,7 @@ class TinyTask:
     habits: Sequence[tuple[float, Response]]
 
     def lesson(self, *, seed: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield questions and responses without end, a pure function of ``seed``."""
+        """Yield an endless sequence of questions and responses, which depends only on ``seed``."""
         rng = random.Random(seed)
         shares = [share for share, _ in self.habits]
         while True:
@@ -144,7 +147,8 @@ def _slipped(digits: str) -> str:
 REVERSE_DIGITS = TinyTask(
     name="reverse-digits", size=10**DIGITS, ask=_reverse, habits=((0.12, _right), (0.83, _echo), (0.05, _slip))
 )
-"""``40718=`` asks for ``81704``. Habits: right; the digits as they came, after another ``=``; a wrong last digit."""
+"""The answer to ``40718=`` is ``81704``. Habits: the right answer; the unchanged digits after a second ``=``; the right
+answer with a wrong last digit."""
 
 FACTORS = range(32, 100)
 """Their products all have four digits."""
@@ -168,7 +172,7 @@ def _guessed(prompt: Prompt) -> tuple[str, ...]:
 
 
 def _called(expression: str) -> tuple[str, str]:
-    """Return a turn with a call, and what the environment ``calculator`` says."""
+    """Return a turn with a call, and the answer of the environment ``calculator``."""
     first, second = expression.split("*")
     return f"calc({expression})", f"\n{int(first) * int(second)}\n"
 
@@ -179,21 +183,22 @@ PRODUCTS = TinyTask(
     ask=_product,
     habits=((0.25, _calculated), (0.45, _guessed), (0.3, _miscopied)),
 )
-"""``47*86=`` asks for ``4042``, which needs the environment ``calculator``. Habits: a call, and its value; a guess; a
-call, and its value with a wrong last digit."""
+"""The answer to ``47*86=`` is ``4042``, computed by the environment ``calculator``. Habits: a call, then its value; a
+guess without a call; a call, then its value with a wrong last digit."""
 
 TASKS = {task.name: task for task in (REVERSE_DIGITS, PRODUCTS)}
 
 
 def tiny_task(name: str, *, where: str) -> TinyTask:
-    """Return the task of that name. Raises ManifestError where there is none."""
+    """Return the task ``name``. Raises ManifestError if there is none."""
     if name not in TASKS:
-        raise ManifestError(f"there is nothing tiny named {name!r}", where=where, hint=f"One of: {', '.join(TASKS)}")
+        hint = f"Use one of: {', '.join(TASKS)}"
+        raise ManifestError(f"there is no built-in task tiny://{name}", where=where, hint=hint)
     return TASKS[name]
 
 
 def open_tiny(name: str, *, seed: int, purpose: Purpose, size: int | None, where: str) -> GeneratedSource:
-    """Open the tiny task ``name`` as a source of prompts. Raises ManifestError where there is none."""
+    """Open the tiny task ``name`` as a source of prompts. Raises ManifestError if there is none."""
     task = tiny_task(name, where=where)
     return GeneratedSource(
         task.ask, name=f"tiny://{name}", indices=task.size, seed=seed, purpose=purpose, where=where, size=size

@@ -1,6 +1,6 @@
-"""Conversion of a task into the token ids of a prompt: template, system prompt, chat template.
+"""Conversion of a task to the token ids of a prompt: template, system message, chat template.
 
-Invariant: the ids are a pure function of (prompt, format, tokenizer), for training and held-out prompts alike.
+Invariant: the ids are a pure function of (prompt, format, tokenizer), both for training and for held-out prompts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from asyncflow.errors import ManifestError
 
 QUESTION = "{question}"
 SYSTEM = "system"
-"""Role of who says how the model is to answer."""
+"""Role of the message with instructions for the model."""
 _QUOTED = 200
 
 
 class PromptFormat(NamedTuple):
-    """Format in which a question is put to the model.
+    """Format of a question for the model.
 
     template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
-    chat: whether the model's chat template is applied (instruct models) or the text is given as it is (base models);
-    chat_options: variables for the chat template.
+    chat: whether the model's chat template is applied (instruct models) or the text is used unchanged (base models);
+    chat_options: variables of the chat template.
     """
 
     template: str = QUESTION
@@ -35,12 +35,12 @@ class PromptFormat(NamedTuple):
     chat_options: Mapping[str, Any] = MappingProxyType({})
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        """Return the conversation that asks ``prompt``. Raises ManifestError for two system messages."""
+        """Return the conversation with the question of ``prompt``. Raises ManifestError for two system messages."""
         if self.system and any(message.role == SYSTEM for message in prompt.messages):
             raise ManifestError(
-                f"the manifest gives a system message, and so does the conversation {prompt.question[:_QUOTED]}",
+                f"the manifest has a system message, and so has the conversation {prompt.question[:_QUOTED]}",
                 where="system",
-                hint="Leave it out of the manifest, or take those of the data out",
+                hint="Remove it from the manifest, or remove the system messages from the data",
             )
         system = (Message(role=SYSTEM, content=self.system),) if self.system else ()
         if prompt.messages:
@@ -53,13 +53,13 @@ class PromptFormat(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Interface of a tokenizer, as far as a prompter needs it."""
+    """The methods of a tokenizer that a prompter needs."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a conversation. Raises ManifestError where the model's chat template cannot make them."""
+        """Return the ids of a conversation. Raises ManifestError if the model's chat template cannot render it."""
 
 
 class Prompter:
@@ -75,7 +75,7 @@ class Prompter:
         return self.encode(self.source.prompt(serial))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of ``prompt``. Raises ManifestError where the model cannot be asked so."""
+        """Return the token ids of ``prompt``. Raises ManifestError if they cannot be made, or if there are none."""
         if self.form.chat or prompt.messages:
             messages = self.form.messages(prompt)
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
@@ -83,7 +83,7 @@ class Prompter:
         else:
             ids = self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
         if not ids:
-            hint = "Take it out, or give a template: a prompt has one token at least"
+            hint = "Remove it from the data, or set a template: a prompt needs at least one token"
             raise ManifestError(f"the prompt {prompt.question[:_QUOTED]!r} has no tokens", where="data", hint=hint)
         return ids
 
@@ -91,8 +91,9 @@ class Prompter:
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """Findings about the first prompts of a source.
 
-    prompts: how many were looked at; longest: tokens of the longest; too_long: the questions with more tokens than
-    allowed; too_large: those whose packed task has more bytes than allowed; unanswered: those without an answer.
+    prompts: number of prompts examined; longest: tokens of the longest one; too_long: the questions with more tokens
+    than allowed; too_large: the questions whose packed task has more bytes than allowed; unanswered: the questions
+    without an answer.
     """
 
     prompts: int
@@ -103,23 +104,23 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey(prompter: Prompter, *, most: int, within_s: float, max_tokens: int, max_bytes: int) -> Survey:
-    """Look at the first prompts of a source: at ``most`` of them, and no longer than ``within_s`` seconds.
+    """Examine at most ``most`` of the first prompts of a source, for no longer than ``within_s`` seconds.
 
-    Raises ManifestError where a prompt cannot be made, or the model cannot be asked it.
+    Raises ManifestError if a prompt or its token ids cannot be made.
     """
     deadline = time.monotonic() + within_s
-    looked = longest = 0
+    examined = longest = 0
     too_long: list[str] = []
     too_large: list[str] = []
     unanswered: list[str] = []
-    while looked < most and (looked == 0 or time.monotonic() < deadline):
-        prompt = prompter.source.prompt(looked)
+    while examined < most and (examined == 0 or time.monotonic() < deadline):
+        prompt = prompter.source.prompt(examined)
         length = len(prompter.encode(prompt))
-        looked, longest = looked + 1, max(longest, length)
+        examined, longest = examined + 1, max(longest, length)
         if length > max_tokens:
             too_long.append(prompt.question)
         if len(prompt.packed()) > max_bytes:
             too_large.append(prompt.question)
         if prompt.answer is None:
             unanswered.append(prompt.question)
-    return Survey(prompts=looked, longest=longest, too_long=too_long, too_large=too_large, unanswered=unanswered)
+    return Survey(prompts=examined, longest=longest, too_long=too_long, too_large=too_large, unanswered=unanswered)

@@ -1,8 +1,8 @@
-"""The source ``put://``: prompts that somebody puts while the job runs, such as a loop with a curriculum of its own.
+"""The source ``put://``: prompts that the user's process puts while the job runs, e.g. for a curriculum.
 
-Invariant: a prompt that was acknowledged is in the file, under its serial for ever; so a driver that is started again
-gives the same prompts again, and a caller that does not know whether its prompts arrived puts them once more, with the
-serial that it wanted for the first one.
+Invariant: an acknowledged prompt is in the file, and its serial never changes. A restarted driver therefore gets the
+same prompts again, and a caller that does not know whether its prompts arrived may put them again with the same first
+serial.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ENDING: Final = b"\n"
 
 
 class PutPrompts(msgspec.Struct, frozen=True):
-    """Prompts to be put.
+    """Request to put prompts.
 
-    first: the serial of the first one; prompts: none of them to ask only how many there are; check: whether it is only
-    asked if they can be put.
+    first: the serial of the first prompt; prompts: the prompts, none to query only their number; check: whether the
+    driver only checks that the prompts can be put.
     """
 
     first: int = 0
@@ -36,7 +36,7 @@ class PutPrompts(msgspec.Struct, frozen=True):
 
 
 class PromptsThere(msgspec.Struct, frozen=True):
-    """Answer: how many prompts there are, all puts together."""
+    """Reply with the number of prompts of all puts together."""
 
     count: int
 
@@ -53,17 +53,18 @@ class PutSource:
 
     @property
     def there(self) -> int:
-        """Number of prompts that were put."""
+        """Number of prompts put so far."""
         return len(self._prompts)
 
     def prompt(self, serial: int) -> Prompt:
-        """Return prompt ``serial``. Raises IndexError for one that was not put yet."""
+        """Return prompt ``serial``. Raises IndexError if it was not put yet."""
         return self._prompts[serial]
 
     def keep(self, file: Path) -> None:
-        """Read what was put before, and write to ``file`` what is put from now on.
+        """Read the prompts of ``file``, if it exists, and append all further prompts to it.
 
-        The beginning of a line that nobody acknowledged is cut off. Raises ManifestError for a line that is no prompt.
+        An incomplete last line, which was never acknowledged, is cut off. Raises ManifestError if a line is not a
+        prompt.
         """
         written = file.read_bytes() if file.exists() else b""
         whole = written[: written.rfind(_ENDING) + 1]
@@ -73,37 +74,37 @@ class PutSource:
             try:
                 self._prompts.append(msgspec.json.decode(line, type=Prompt))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                hint = "Begin the run anew (--fresh): the serials of later prompts depend on it"
-                raise ManifestError(f"line {number} is no prompt: {error}", where=str(file), hint=hint) from error
+                hint = "Start the run from scratch (--fresh): the serials of all further prompts depend on this line"
+                raise ManifestError(f"line {number} is not a prompt: {error}", where=str(file), hint=hint) from error
         self._file = file
 
     def put(self, prompts: Sequence[Prompt], *, first: int) -> int:
-        """Add prompts, of which the first is to have serial ``first``, and return how many there are; on disk then.
+        """Add prompts with serials from ``first`` on, and return the number of all prompts, which are then on disk.
 
-        Those that are there already are left as they are. Raises Refused where that cannot be their place: there are
-        fewer prompts, or others have these serials; OSError of the disk, and then none is added.
+        Prompts that were put before are left unchanged. Raises Refused if the serials do not fit, since ``first`` is
+        beyond the next serial or other prompts have these serials. Raises OSError of the disk; then no prompt is added.
         """
         lines = [msgspec.json.encode(each) for each in prompts]
         prompts = [msgspec.json.decode(line, type=Prompt) for line in lines]
         with self._lock:
             known = len(self._prompts)
-            there = prompts[: max(0, known - first)]
-            if first > known or there != self._prompts[first : first + len(there)]:
-                what = f"prompt {first} is not the next one: there are {known}, and others have its place"
-                hint = "Another process puts prompts too: ask Engines.prompts how many there are, and go on from there"
+            repeated = prompts[: max(0, known - first)]
+            if first > known or repeated != self._prompts[first : first + len(repeated)]:
+                what = f"{first} is not the next serial, which is {known}, or other prompts already have these serials"
+                hint = "Another process also puts prompts: get the next serial from Engines.prompts and continue there"
                 raise Refused(what, where="put_prompts_data", hint=hint)
-            fresh = lines[len(there) :]
+            fresh = lines[len(repeated) :]
             if fresh and self._file is not None:
-                made = not self._file.exists()
+                created = not self._file.exists()
                 _append(self._file, b"".join(line + _ENDING for line in fresh))
-                if made:
+                if created:
                     durable.sync(self._file.parent)
-            self._prompts.extend(prompts[len(there) :])
+            self._prompts.extend(prompts[len(repeated) :])
             return len(self._prompts)
 
 
 def _append(file: Path, lines: bytes) -> None:
-    """Add whole lines to a file, or none of them."""
+    """Append all lines to a file and sync it; if that fails, append none of them."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         before = os.fstat(descriptor).st_size

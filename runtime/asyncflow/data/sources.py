@@ -1,7 +1,7 @@
 """Data sources of a manifest: ``gym://``, ``tiny://``, ``put://``, or a file (``jsonl``, ``parquet``, ``dataset``).
 
-Invariant: whatever is wrong with a source is known when it is opened: the first task has been made, unless it is put
-later.
+Invariant: opening a source reports every error of the source, since it makes the first task; only ``put://`` has no
+task at that time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from asyncflow.data.put import SCHEME, PutSource
 from asyncflow.errors import ManifestError
 
 CACHE = "data-cache"
-"""Folder for what sources write and can make again."""
+"""Folder for files that a source derives from its data and can write again."""
 _FORMAT = ("template", "system", "chat", "chatOptions")
-"""Settings that say how a question is put, and belong to no source's config."""
+"""Settings of the format of a question, which are not part of a source's config."""
 
 
 def open_source(data: TrainDataSpec, *, workdir: Path, cache: Path, where: str) -> PromptSource:
-    """Open a source: of held-out prompts for an ``EvalDataSpec``, else of training prompts.
+    """Open a source: of held-out prompts for an ``EvalDataSpec``, otherwise of training prompts.
 
-    workdir: the job's folder, where relative paths start; cache: folder for what a source writes and can make again;
-    where: the field of the manifest. Raises ManifestError where the source, its config or its first task is wrong.
+    workdir: the job's folder, at which relative paths start; cache: folder for derived files; where: the field of the
+    manifest. Raises ManifestError if the source, its config or its first task is invalid.
     """
     for name in _FORMAT:
         if name in data.config:
-            raise ManifestError(
-                f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
-            )
+            what = f"{name} is not a setting of the source"
+            raise ManifestError(what, where=f"{where}.config", hint=f"Set {where}.{name}")
     prompts = _open(data, workdir, cache, where=where)
     if prompts.there is None:
         prompts.prompt(0)
@@ -51,29 +50,28 @@ def _open(data: TrainDataSpec, workdir: Path, cache: Path, *, where: str) -> Pro
         return open_gym(rest, config=data.config, seed=data.seed, purpose=purpose, size=size, where=where)
     if scheme == "tiny":
         if data.config:
-            raise ManifestError(
-                f"unknown fields {sorted(data.config)}", where=f"{where}.config", hint="a task has none"
-            )
+            what = f"unknown fields {sorted(data.config)}"
+            raise ManifestError(what, where=f"{where}.config", hint="Remove config: a tiny:// source has no settings")
         return open_tiny(rest, seed=data.seed, purpose=purpose, size=size, where=where)
     if scheme == SCHEME and purpose == "train":
         if rest or data.config:
-            what = f"{data.source!r} has nothing to be configured"
-            raise ManifestError(what, where=f"{where}.source", hint="Give put://, without config")
+            what = f"{data.source!r} has a path or a config, but put:// has no settings"
+            raise ManifestError(what, where=f"{where}.source", hint="Set put://, without config")
         return PutSource()
     if scheme in FILE_SCHEMES:
         path, named = _file(rest, scheme=scheme, where=where)
-        if twice := sorted(named.keys() & data.config.keys()):
-            hint = "Name a field in the source or in config, not in both"
-            raise ManifestError(f"{', '.join(twice)} is given twice", where=f"{where}.config", hint=hint)
+        if duplicates := sorted(named.keys() & data.config.keys()):
+            hint = "Set each either in the source or in config"
+            raise ManifestError(f"{', '.join(duplicates)} is set twice", where=f"{where}.config", hint=hint)
         settings = read_config({**named, **data.config}, where=f"{where}.config")
         rows = _rows(scheme, workdir / path, settings, cache, where=f"{where}.source")
         return FileSource(
             rows, settings, task=scheme, seed=data.seed, purpose=purpose, size=size, where=f"{where}.config"
         )
     raise ManifestError(
-        f"{data.source!r} is no source",
+        f"{data.source!r} is not a source of {'held-out' if purpose == 'eval' else 'training'} prompts",
         where=f"{where}.source",
-        hint=f"gym://DATASET, tiny://TASK, a path, {', '.join(f'{name}://PATH' for name in FILE_SCHEMES)}",
+        hint=f"Use gym://DATASET, tiny://TASK, a path, {', '.join(f'{name}://PATH' for name in FILE_SCHEMES)}",
     )
 
 
@@ -89,17 +87,16 @@ def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:
     fields = dict(parse_qsl(query))
     unknown = sorted(set(fields) - {"prompt", "answer"})
     if unknown or not path:
-        raise ManifestError(
-            f"{text!r} is not understood", where=f"{where}.source", hint=f"{scheme}://PATH?prompt=FIELD&answer=FIELD"
-        )
+        what = f"{text!r} does not have the form PATH?prompt=FIELD&answer=FIELD"
+        raise ManifestError(what, where=f"{where}.source", hint=f"Write {scheme}://PATH?prompt=FIELD&answer=FIELD")
     return Path(path), fields
 
 
 def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
     """Open the training prompts of a manifest; relative paths start at ``folder``.
 
-    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, and for
-    options of a chat template where none is applied.
+    cache: folder for derived files. Raises ManifestError as ``open_source`` does, and for options of a chat template if
+    no chat template is applied.
     """
     return _prompter(data.train, encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache)
 
@@ -107,9 +104,9 @@ def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path
 def open_held_out(
     data: DataSpec, encoder: Encoder, *, train: PromptSource, folder: Path, cache: Path
 ) -> dict[str, Prompter]:
-    """Open all sets of held-out prompts of a manifest, by name, the main one first.
+    """Open all sets of held-out prompts of a manifest, by name, the main set first.
 
-    train: the training prompts. Raises ManifestError as ``open_training`` does, and where a question is in both.
+    train: the training prompts. Raises ManifestError as ``open_training`` does, and if a question is in both.
     """
     prompters: dict[str, Prompter] = {}
     for name, each in data.held_out.items():
@@ -133,25 +130,25 @@ def _prompter(
 
 
 def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "data.eval") -> None:
-    """Refuse two finite sources that share a question, as one file used whole for both does.
+    """Raise ManifestError if two finite sources share a question, e.g. if both use the same whole file.
 
-    Endless sources are disjoint by construction, as long as both hold out the same share. where: the field with the
-    held-out prompts. Raises ManifestError.
+    Endless sources are disjoint by construction if both hold out the same share. where: the field with the held-out
+    prompts.
     """
     shares = [source.share for source in (train, evaluation) if isinstance(source, GeneratedSource)]
     if len(set(shares)) > 1:
         raise ManifestError(
-            f"training holds out {shares[0]} of all questions, evaluation takes {shares[1]}",
+            f"training holds out {shares[0]} of all questions, but evaluation uses {shares[1]}",
             where=f"{where}.config.held_out",
-            hint="Give both the same share.",
+            hint="Set held_out to the same share in both",
         )
     if not isinstance(train, FileSource) or evaluation.size is None:
         return
     questions = (evaluation.prompt(serial).question for serial in range(evaluation.size))
-    shared = [question for question in questions if train.asks(question)]
+    shared = [question for question in questions if train.contains(question)]
     if shared:
         raise ManifestError(
             f"{len(shared)} held-out prompts are also trained on, such as {shared[0]!r}",
             where=where,
-            hint="Set config.split: hash for both, or take them out of the training file",
+            hint="Set config.split: hash for both, or remove them from the training file",
         )
