@@ -256,7 +256,7 @@ def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
     [
         ("judges:absent", "has no function 'absent'"),
         ("judges:narrow", "has no parameter response"),
-        ("judges:unsaid", "must say whether of one prompt"),
+        ("judges:unsaid", "must have exactly one of the parameters prompt"),
         ("broken:f", "No module named 'a_module_that_is_not_there'"),
     ],
 )

@@ -135,7 +135,10 @@ def test_what_cannot_be_asked_is_refused_when_it_is_loaded(function: str, why: s
 def test_what_is_nowhere_is_refused_without_running_code() -> None:
     check("calculator", workdir=HERE)
     check("played:mood", workdir=HERE)
-    for wrong, why in {"calc": "is no environment function", "elsewhere:mood": "no module 'elsewhere'"}.items():
+    for wrong, why in {
+        "calc": "is neither a built-in function nor module:function",
+        "elsewhere:mood": "no module 'elsewhere'",
+    }.items():
         with pytest.raises(ManifestError, match=why):
             check(wrong, workdir=HERE)
 

@@ -133,8 +133,8 @@ def test_on_the_cpu_a_class_keeps_its_own_device_and_is_told_its_extractor(devic
         (lambda *, completions, **rest: 0.0, "has the parameter 'completions', which is none of answer, config"),
         (lambda *, answer: 0.0, "has no parameter response"),
         (lambda *, response, responses: 0.0, "takes response and responses"),
-        (lambda *, responses: [], "must say whether of one prompt"),
-        (lambda *, responses, prompt, prompts: [], "must say whether of one prompt"),
+        (lambda *, responses: [], "must have exactly one of the parameters prompt"),
+        (lambda *, responses, prompt, prompts: [], "must have exactly one of the parameters prompt"),
         (lambda *, responses, prompts, answer: [], "has the parameter 'answer', which is none of answers"),
         (lambda response, /: 0.0, "takes 'response' by position"),
     ],
@@ -192,7 +192,7 @@ def test_details_are_bounded(details: dict[str, str]) -> None:
         ({"reward": math.nan}, "returned nan"),
         (10**400, "returned inf"),
         ({"reward": 1.0, "details": "text"}, "details of the reward are a str"),
-        ({"reward": 1.0, "details": {"x": object()}}, "are no JSON"),
+        ({"reward": 1.0, "details": {"x": object()}}, "cannot be written as JSON"),
     ],
 )
 def test_what_is_no_reward_is_invalid(value: object, why: str) -> None:

@@ -95,13 +95,13 @@ async def test_a_component_without_a_value_leaves_the_sample_without_a_reward(wo
     assert (fine.failure, fine.components["right"]) == ("", 1.0)
     invalid = await score(workdir, spec(), "nan", "7")
     assert [(each.failure, each.detail) for each in invalid] == [
-        ("invalid", "component share: the reward function returned nan")
+        ("invalid", "component share: the reward function returned nan; it must return a finite number")
     ] * 2
 
 
 async def test_bounds_are_those_of_the_sum(workdir: Path) -> None:
     over, fine = await score(workdir, spec(max=2.0), "7", "12")
-    assert (over.failure, over.detail) == ("out_of_range", "2.25 is outside of reward.min -1e+06 and reward.max 2")
+    assert (over.failure, over.detail) == ("out_of_range", "2.25 is not between reward.min -1e+06 and reward.max 2")
     assert over.components["right"] == 1.0
     assert fine.failure == ""
 

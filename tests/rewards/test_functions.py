@@ -65,7 +65,7 @@ def test_the_registry_refuses_what_it_can_tell_without_running_code(tmp_path: Pa
 @pytest.mark.parametrize("answer", [None, "", " "])
 def test_task_raises_where_the_source_has_no_answer(answer: object) -> None:
     for response in ("None", "", "3"):
-        with pytest.raises(ValueError, match=f"the source's answer is {answer!r}: .* leave the prompt out"):
+        with pytest.raises(ValueError, match=f"the source's answer is {answer!r}: .* remove the prompt"):
             exact(response=response, answer=answer)
     assert exact(response="0", answer=0) == 1
 

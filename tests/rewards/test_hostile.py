@@ -129,6 +129,6 @@ async def test_what_is_run_all_the_same_finds_nothing_and_harms_nobody(place: Pl
         assert "PermissionError" in said[kind].detail, kind
     assert "KeyError: 'ASYNCFLOW_TEST_CANARY'" in said["read a variable"].detail
     assert said["forge"].failure == "died"
-    assert "the nonce of no open question" in said["forge"].detail
+    assert "its nonce belongs to no open question" in said["forge"].detail
     assert said["power"].failure == "timeout"
     assert "MemoryError" in said["repeat"].detail

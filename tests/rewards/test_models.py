@@ -96,7 +96,7 @@ async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ({"rewards": [1.0, 2.0]}, "2 rewards, 2 details for 1"),
+        ({"rewards": [1.0, 2.0]}, "2 rewards and 2 details for 1"),
         ({"rewards": [None]}, "Expected `float`"),
         ([], "Expected `object`"),
     ],

@@ -250,7 +250,7 @@ async def test_a_process_that_cannot_be_started_again_is_a_failure_of_the_sample
     score = await asyncio.wait_for(one(pool, example("exit")), 30)
     await pool.close()
     assert score.failure == "died"
-    assert "can be started" in score.detail
+    assert "cannot be started" in score.detail
 
 
 @pytest.mark.parametrize("response", ["idle", "stuck"])

@@ -119,6 +119,6 @@ async def test_a_part_of_a_group_whose_others_were_delivered_before_has_no_rewar
     rewards = Together()
     results = await asyncio.gather(*begin(Scoring(rewards, sizes={"train": 3}), jobs_of(2)))
     assert [(result.failure, result.detail) for result in results if result is not None] == [
-        ("incomplete", "2 of 3 samples of its prompt are here")
+        ("incomplete", "the function needs all samples of a prompt, but only 2 of 3 are available")
     ] * 2
     assert rewards.asked == []

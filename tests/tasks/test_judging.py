@@ -120,7 +120,7 @@ async def test_functions_over_groups_are_given_whole_ones_in_the_order_of_their_
     scored = await judge(rewards).compute(rows, columns([[5] * length for length in (2, 3, 4, 5, 6, 7, 8)]))
     assert sorted([example.length for example in asked] for asked in rewards.asked) == [[5, 6, 3], [7, 8]]
     assert failures(scored) == ["incomplete", "", "incomplete", "", "", "", ""]
-    assert scored[0].tags["detail"] == "2 of 3 samples of its prompt are here"
+    assert scored[0].tags["detail"] == "the function needs all samples of a prompt, but only 2 of 3 are available"
     assert [outcome.tags["reward"] for outcome in scored] == [0.0, 3.0, 0.0, 5.0, 6.0, 7.0, 8.0]
 
 

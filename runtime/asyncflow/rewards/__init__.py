@@ -1,1 +1,1 @@
-"""Rewards: user code that scores responses, run in sandboxed processes with a deadline."""
+"""Rewards: functions that score responses, which run in sandboxed processes with a deadline."""

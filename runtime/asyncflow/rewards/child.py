@@ -1,9 +1,9 @@
-"""A reward process: ``python -P -m asyncflow.rewards.child``; its standard input says what to load and to score.
+"""A reward process: ``python -P -m asyncflow.rewards.child``. It reads from standard input what to load and score.
 
-Invariants: it has restricted itself before it loads anybody's code; the function runs in the main thread and nothing
-that it prints reaches the pipe; a function that is ``async`` has as many calls under way as are asked, each with a
-deadline of its own, any other one at a time; the process ends when its parent does (PR_SET_PDEATHSIG, also while the
-function runs) or when the pipe ends; it never imports torch itself.
+Invariants: the process restricts itself before it loads untrusted code. The function runs in the main thread, and
+its output never reaches the pipe. An ``async`` function runs all requested calls concurrently, each with a deadline of
+its own; any other function runs one call at a time. The process ends when its parent ends (PR_SET_PDEATHSIG, even while
+the function runs) or when the pipe ends. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import msgspec
 
 from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
-from asyncflow.rewards.calling import Extractor, RewardFunction, failed, failed_with_traceback, said
+from asyncflow.rewards.calling import Extractor, RewardFunction, end_of, failed, failed_with_traceback
 from asyncflow.rewards.functions import EXTRACTORS, load
 from asyncflow.rewards.wire import LENGTH, Load, Question, ScoreAnswer, frame
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _COMPUTE_FACTOR: Final = 2.0
-"""A call may compute for so many times the seconds that it may take: by several threads, say."""
+"""CPU time of a call as a multiple of its deadline, which it may exceed with several threads."""
 
 
 def answer(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
-    """Call the function; whatever it raises or returns becomes an answer."""
+    """Call the function, and return its result or its exception as an answer."""
     try:
         returned = function.call(**function.arguments(question.examples, extractor=extractor))
         return function.judge(returned, samples=len(question.examples))
-    except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
+    except Exception:  # noqa: BLE001  the exception of a user's function is the result of the call
         return failed_with_traceback()
 
 
 async def answer_in_time(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
-    """Await the function for as long as the question says; whatever it raises or returns becomes an answer."""
+    """Await the function until the question's deadline, and return its result or its exception as an answer."""
     limit = asyncio.timeout(question.seconds)
     try:
         async with limit:
@@ -47,34 +47,34 @@ async def answer_in_time(function: RewardFunction, extractor: Extractor, questio
         return function.judge(returned, samples=len(question.examples))
     except (Exception, asyncio.CancelledError):  # noqa: BLE001  as above
         if limit.expired():
-            return failed("timeout", f"a reward did not come in {question.seconds:g} s")
+            return failed("timeout", f"the call did not end within {question.seconds:g} s")
         return failed_with_traceback()
 
 
 def serve(loaded: Callable[[Load], RewardFunction]) -> None:
-    """Run the process. loaded: imports the function that it is told."""
+    """Run the process. loaded: returns the function that a ``Load`` names."""
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    told = _read(questions, Load)
-    if told is None:
+    request = _read(questions, Load)
+    if request is None:
         return
-    die_with_parent(told.parent)
-    unrestricted = sandbox.enter(told.sandbox)
+    die_with_parent(request.parent)
+    unrestricted = sandbox.enter(request.sandbox)
     try:
-        function = loaded(told)
-    except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
+        function = loaded(request)
+    except Exception as error:  # noqa: BLE001  a user's module may raise anything; the pool reports it
         traceback.print_exc()
         (why,) = traceback.format_exception_only(error)[-1:]
-        _write(answers, ScoreAnswer(nonce=told.nonce, failure="raised", detail=said(why.strip())))
+        _write(answers, ScoreAnswer(nonce=request.nonce, failure="raised", detail=end_of(why.strip())))
         return
     ready = ScoreAnswer(
-        nonce=told.nonce, takes=function.takes, concurrent=function.concurrent, unrestricted=unrestricted
+        nonce=request.nonce, takes=function.takes, concurrent=function.concurrent, unrestricted=unrestricted
     )
     _write(answers, ready)
-    extractor = EXTRACTORS[told.extractor]
+    extractor = EXTRACTORS[request.extractor]
     if function.concurrent:
         asyncio.run(_serve_concurrently(function, extractor, questions, answers))
         return
@@ -86,7 +86,7 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
 async def _serve_concurrently(
     function: RewardFunction, extractor: Extractor, questions: BinaryIO, answers: BinaryIO
 ) -> None:
-    """Answer questions side by side until the pipe ends."""
+    """Answer questions concurrently until the pipe ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
     calls: set[asyncio.Task[None]] = set()
@@ -119,4 +119,4 @@ def _write(pipe: BinaryIO, answered: ScoreAnswer, *, nonce: bytes | None = None)
 
 
 if __name__ == "__main__":
-    serve(lambda told: load(told.function, workdir=Path(told.workdir), config=told.config, place=told.place))
+    serve(lambda wanted: load(wanted.function, workdir=Path(wanted.workdir), config=wanted.config, place=wanted.place))

@@ -1,9 +1,10 @@
 """The reward ``reward_model``: a sequence classification model of transformers, on the device of the reward process.
 
-The sample is written as the model's chat template says, prompt and response as two turns, or one after the other where
-it has none. The reward is the logit of ``label``.
+A sample is formatted by the model's chat template, with prompt and response as two turns; without a chat template, the
+response is appended to the prompt. The reward is the logit of ``label``.
 
-Invariant: the model is loaded with the function, before the time of the first sample runs, and from local files only.
+Invariant: the model is loaded together with the function, before the deadline of the first sample starts, and from
+local files only.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from asyncflow.plugins import read_options
 
 
 class RewardModelOptions(msgspec.Struct, frozen=True):
-    """Settings.
+    """Settings of ``reward_model``.
 
-    model: its folder, relative to that of the manifest, or else named in ``reward.files``; label: index of the logit;
-    max_length: tokens of a sample, of which the last ones count where there are more; threads: of a process.
+    model: folder of the model, in the manifest's folder or named in ``reward.files``; label: index of the logit;
+    max_length: most tokens of a sample, of a longer one the last tokens are used; threads: compute threads of a
+    process.
     """
 
     model: str = ""
@@ -33,12 +35,12 @@ class RewardModelOptions(msgspec.Struct, frozen=True):
 
 
 class RewardModel:
-    """The model. Raises ManifestError for settings that have no meaning, and what transformers raises."""
+    """The model. Raises ManifestError if the settings are invalid, and any exception of transformers."""
 
     def __init__(self, *, config: dict[str, Any], device: str, share: float) -> None:
         self._options = options = read_options(config, RewardModelOptions, where="reward.config")
         if not options.model:
-            raise ManifestError("no model is named", where="reward.config.model", hint="Give its folder")
+            raise ManifestError("no model is set", where="reward.config.model", hint="Set it to the model's folder")
         torch.set_num_threads(options.threads)
         self._device = find_device(device, share=share, where="spec.reward.role.accelerator")
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -48,7 +50,8 @@ class RewardModel:
         self._model = model.to(self._device).eval()
         labels = self._model.config.num_labels
         if not 0 <= options.label < labels:
-            raise ManifestError(f"the model has {labels} labels", where="reward.config.label", hint="Give one of them")
+            what = f"{options.label} is not one of the model's {labels} labels"
+            raise ManifestError(what, where="reward.config.label", hint=f"Set 0 to {labels - 1}")
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._model.config.pad_token_id is None:

@@ -1,8 +1,8 @@
-"""The rewards of a job: the weighted sum of its components, each scored by a pool of its own.
+"""The reward of a job: the weighted sum of its components, each of which has a pool of its own.
 
-Invariants: a sample has a reward where all of its components have their values and the sum is within the manifest's
-bounds; else it has the failure of the first component without one, and never a part of the sum. Where a component is
-a function over groups, all samples of a prompt are scored together, by all components.
+Invariants: a sample has a reward only if all components have a value and the sum is within the bounds of the manifest.
+Otherwise it has the failure of the first component without a value, or ``out_of_range``, and never a partial sum. If
+one component is a function over groups, all components score all samples of a prompt together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Component(NamedTuple):
-    """One addend. name: "" where the manifest names one function only."""
+    """One addend of the reward. name: "" if the manifest has only one function."""
 
     name: str
     weight: float
@@ -34,7 +34,7 @@ class Component(NamedTuple):
 
 
 class WeightedRewards:
-    """Scores samples by all components. low, high: sums outside of them are failures."""
+    """Scorer of samples by all components. low, high: bounds of the sum; a sum outside is a failure."""
 
     def __init__(self, components: Sequence[Component], *, low: float, high: float) -> None:
         self._components = components
@@ -43,7 +43,7 @@ class WeightedRewards:
 
     @classmethod
     def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> WeightedRewards:
-        """Return what a manifest asks for. workdir, run: as for ``Scorer.of``."""
+        """Return the scorer for a manifest. workdir, run: as for ``Scorer.of``."""
         limits = PoolLimits(
             min_workers=spec.workers.min,
             max_workers=spec.workers.max,
@@ -61,16 +61,16 @@ class WeightedRewards:
 
     @property
     def by_group(self) -> bool:
-        """True where all samples of a prompt have to be scored together; known once started."""
+        """True if all samples of a prompt must be scored together; known after the start."""
         return any(component.pool.takes == "group" for component in self._components)
 
     async def start(self) -> None:
-        """Start all pools. Raises ManifestError where a function cannot be loaded."""
+        """Start all pools. Raises ManifestError if a function cannot be loaded."""
         for component in self._components:
             await component.pool.start()
 
     async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
-        """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
+        """Score samples (all of one prompt if ``by_group``). Errors of the functions are returned as failures."""
         scores = await asyncio.gather(*(component.pool.score(examples) for component in self._components))
         return [self._sum(example, each) for example, each in zip(examples, zip(*scores, strict=True), strict=True)]
 
@@ -79,24 +79,24 @@ class WeightedRewards:
         await asyncio.gather(*(component.pool.close() for component in self._components))
 
     def _sum(self, example: Example, scores: Sequence[Score]) -> RewardResult:
-        told = list(zip(self._components, [_checked(example, score) for score in scores], strict=True))
-        values = {component.name: score.value for component, score in told if not score.failure}
+        checked = list(zip(self._components, [_checked(example, score) for score in scores], strict=True))
+        values = {component.name: score.value for component, score in checked if not score.failure}
         named = {name: value for name, value in values.items() if name}
-        details = _details({component.name: score.details for component, score in told if score.details})
-        for component, score in told:
+        details = _details({component.name: score.details for component, score in checked if score.details})
+        for component, score in checked:
             if score.failure:
                 detail = f"component {component.name}: {score.detail}" if component.name else score.detail
                 return RewardResult(value=0.0, failure=score.failure, detail=detail, components=named, details=details)
         value = sum(component.weight * values[component.name] for component in self._components)
         if not self._low <= value <= self._high:
-            detail = f"{value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"
+            detail = f"{value:g} is not between reward.min {self._low:g} and reward.max {self._high:g}"
             return RewardResult(value=0.0, failure="out_of_range", detail=detail, components=named, details=details)
-        turns = _turns(example, [(component.weight, score) for component, score in told])
+        turns = _turns(example, [(component.weight, score) for component, score in checked])
         return RewardResult(value=value, components=named, details=details, turns=turns)
 
 
 def _checked(example: Example, score: Score) -> Score:
-    """Return a score, or why it is none: the rewards of turns are one a turn and add up."""
+    """Return the score, or a failure if its rewards of turns do not match the turns and the value."""
     count = example.turns
     if not score.turns or (len(score.turns) == count and math.isclose(math.fsum(score.turns), score.value)):
         return score
@@ -105,7 +105,10 @@ def _checked(example: Example, score: Score) -> Score:
 
 
 def _turns(example: Example, scores: Sequence[tuple[float, Score]]) -> list[float]:
-    """Return the weighted sum of the rewards of turns; a score without them is for the last turn. [] without any."""
+    """Return the weighted sums of the rewards of turns, [] if no score has any.
+
+    A score without rewards of turns counts for the last turn.
+    """
     if not any(score.turns for _, score in scores):
         return []
     total = [0.0] * example.turns
@@ -116,16 +119,16 @@ def _turns(example: Example, scores: Sequence[tuple[float, Score]]) -> list[floa
 
 
 def _details(packets: dict[str, bytes]) -> bytes:
-    """Return the details of all components as one JSON object: by name, or those of the only one.
+    """Return the details of all components as one JSON object: by name, or the details of the only component.
 
-    A process may say anything: what is no JSON object is left out.
+    A reward process is not trusted: details that are not a JSON object are left out.
     """
-    told: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for name, packet in packets.items():
         try:
             details = msgspec.json.decode(packet, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
-            log.warning("details of a sample are left out: they are no JSON object")
+            log.warning("details of a sample are dropped: they are not a JSON object")
             continue
-        told |= {name: details} if name else details
-    return packed(told)
+        combined |= {name: details} if name else details
+    return packed(combined)

@@ -1,12 +1,12 @@
-"""The reward ``http``: rewards of a server, as reward models are served beside a training.
+"""The reward ``http``: rewards from an HTTP server, e.g. of a reward model.
 
-One request has the samples of one batch: ``{"query": [prompt + response], "prompts": [...], "responses": [...],
-"labels": [answer, ...]}``, the form of OpenRLHF's ``remote_rm_url``; the answer is ``{"rewards": [...]}``, and may have
-``"details": [{...}, ...]``.
+One request contains the samples of one batch: ``{"query": [prompt + response], "prompts": [...], "responses": [...],
+"labels": [answer, ...]}``, the format of OpenRLHF's ``remote_rm_url``. The reply is ``{"rewards": [...]}``, optionally
+with ``"details": [{...}, ...]``.
 
-Invariants: a pair of prompt and response that has its reward is not asked for again while it is among the last
-``cache`` ones; a request that was refused for want of time or room (no connection, 408, 429, 5xx) is repeated after a
-growing pause, for ``retry_seconds``; what the server says wrong is raised and never a reward.
+Invariants: the reward of a pair of prompt and response is not requested again while the pair is among the last
+``cache`` pairs. A request that fails temporarily (no connection, 408, 429, 5xx) is repeated with a growing delay for
+``retry_seconds``. An invalid reply raises an error and never becomes a reward.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOST_SHOWN: Final = 500
 
 
 class EndpointOptions(msgspec.Struct, frozen=True):
-    """Settings.
+    """Settings of ``http``.
 
-    url: of the server; cache: rewards that a process remembers; retry_seconds: how long a request is repeated, less
-    than ``reward.timeoutSeconds``, so that what the server says is known.
+    url: URL of the server; cache: number of rewards that a process caches; retry_seconds: seconds for which a request
+    is repeated, less than ``reward.timeoutSeconds``, so that the failure contains the server's last reply.
     """
 
     url: str = ""
@@ -40,29 +40,30 @@ class EndpointOptions(msgspec.Struct, frozen=True):
 
 
 class _Rewards(msgspec.Struct):
-    """The server's answer."""
+    """The server's reply."""
 
     rewards: list[float]
     details: list[dict[str, Any]] | None = None
 
 
 class Endpoint:
-    """A server of rewards. Raises ManifestError for settings that have no meaning."""
+    """Client of a reward server. Raises ManifestError if the settings are invalid."""
 
     def __init__(self, *, config: dict[str, Any]) -> None:
         self._options = read_options(config, EndpointOptions, where="reward.config")
         if not self._options.url.startswith(("http://", "https://")):
-            raise ManifestError(f"{self._options.url!r} is no URL", where="reward.config.url", hint="Give http://...")
+            what = f"{self._options.url!r} is not an HTTP URL"
+            raise ManifestError(what, where="reward.config.url", hint="Set http://HOST... or https://HOST...")
         self._session: aiohttp.ClientSession | None = None
         self._known: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
 
     async def __call__(self, *, responses: list[str], prompts: list[str], answers: list[Any]) -> list[dict[str, Any]]:
-        """Return the rewards of samples. Raises DeadlineExceeded, ValueError where the server answers otherwise."""
+        """Return the rewards of samples. Raises DeadlineExceeded, and ValueError if the reply is invalid."""
         keys = list(zip(prompts, responses, strict=True))
         wanted = dict(reversed([(key, answer) for key, answer in zip(keys, answers, strict=True)]))
         found = {key: self._known[key] for key in wanted if key in self._known}
-        if asked := [key for key in wanted if key not in found]:
-            found |= zip(asked, await self._ask(asked, [wanted[key] for key in asked]), strict=True)
+        if missing := [key for key in wanted if key not in found]:
+            found |= zip(missing, await self._request(missing, [wanted[key] for key in missing]), strict=True)
         for key in wanted:
             self._known[key] = found[key]
             self._known.move_to_end(key)
@@ -70,7 +71,7 @@ class Endpoint:
             self._known.popitem(last=False)
         return [found[key] for key in keys]
 
-    async def _ask(self, keys: list[tuple[str, str]], labels: list[Any]) -> list[dict[str, Any]]:
+    async def _request(self, keys: list[tuple[str, str]], labels: list[Any]) -> list[dict[str, Any]]:
         body = msgspec.json.encode(
             {
                 "query": ["".join(key) for key in keys],
@@ -82,16 +83,17 @@ class Endpoint:
         url = self._options.url
         text = await retry(lambda: self._post(body), what=f"the reward of {url}", timeout=self._options.retry_seconds)
         try:
-            told = msgspec.json.decode(text, type=_Rewards)
+            reply = msgspec.json.decode(text, type=_Rewards)
         except msgspec.DecodeError as error:
             raise ValueError(f"{url} answered {_shown(text)}: {error}") from error
-        details = told.details if told.details is not None else [{}] * len(told.rewards)
-        if not len(keys) == len(told.rewards) == len(details):
-            raise ValueError(f"{url} answered {len(told.rewards)} rewards, {len(details)} details for {len(keys)}")
-        return [{"reward": reward, "details": each} for reward, each in zip(told.rewards, details, strict=True)]
+        details = reply.details if reply.details is not None else [{}] * len(reply.rewards)
+        if not len(keys) == len(reply.rewards) == len(details):
+            counts = f"{len(reply.rewards)} rewards and {len(details)} details for {len(keys)} samples"
+            raise ValueError(f"{url} answered {counts}")
+        return [{"reward": reward, "details": each} for reward, each in zip(reply.rewards, details, strict=True)]
 
     async def _post(self, body: bytes) -> bytes:
-        """Send one request. Raises PeerLost where it may be sent again, ValueError where that would not help."""
+        """Send one request. Raises PeerLost if it may be sent again, ValueError for a permanent failure."""
         if self._session is None:
             self._session = aiohttp.ClientSession(headers={"Content-Type": "application/json"})
         url = self._options.url

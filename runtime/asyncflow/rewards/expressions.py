@@ -1,10 +1,10 @@
-"""Answers read as values, without running them: Python literals, arithmetic, and algebra.
+"""Safe parsers of answers: Python literals, arithmetic, and algebra, without execution of the text.
 
-A response is text that a model made up, so ``eval`` and ``sympy.parse_expr`` (which is ``eval`` behind a tokenizer)
-would hand the process to it. Here the text is parsed to a syntax tree, and only the nodes that a function names are
-given a meaning; everything else is a ValueError.
+A response is untrusted text, so ``eval`` and ``sympy.parse_expr`` (which calls ``eval`` after tokenizing) would let it
+run code in the process. Here the text is parsed to a syntax tree, and only the node types that a function supports are
+evaluated; all others raise ValueError.
 
-Invariant: the work and the memory of each function are bounded by constants, whatever the text says.
+Invariant: constants bound the work and the memory of each function for any text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MAX_LENGTH: Final = 20_000
 MAX_NODES: Final = 5_000
 MAX_DIGITS: Final = 400
 MAX_POWER: Final = 100
-"""Largest exponent of anything that holds a symbol or a root."""
+"""Largest exponent of a base that contains a symbol or a root."""
 MAX_BITS: Final = 8_192
-"""Largest numerator or denominator that a power may make."""
+"""Most bits in the numerator or the denominator of a power."""
 MAX_ARGUMENT: Final = 10**18
-"""Largest number in the argument of a function: some look for its factors."""
+"""Largest number in the argument of a function: some functions factorize it."""
 MAX_EXPONENT: Final = 1_000
-"""Largest number in the argument of ``exp`` and in an exponent with a symbol, which may cancel out."""
+"""Largest number in the argument of ``exp``, and in an exponent with a symbol, since the symbol may cancel out."""
 MAX_NESTED: Final = 6
-"""Deepest nesting of functions: sympy works out the sign of what has no symbol."""
+"""Deepest nesting of functions: sympy computes the sign of expressions without symbols."""
 
 _BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -52,13 +52,13 @@ def literal(text: str) -> Any:
     try:
         return ast.literal_eval(_parse(text))
     except (TypeError, MemoryError, RecursionError) as error:
-        raise ValueError(f"no literal: {type(error).__name__}") from None
+        raise ValueError(f"not a Python literal: {type(error).__name__}") from None
 
 
 def arithmetic(text: str) -> Fraction:
     """Return the exact value of an expression of decimal numbers, ``+ - * /`` and parentheses.
 
-    Raises ValueError for any other text, ZeroDivisionError.
+    Raises ValueError for any other text, and ZeroDivisionError.
     """
     return cast(Fraction, _Arithmetic().evaluate(text))
 
@@ -66,34 +66,33 @@ def arithmetic(text: str) -> Fraction:
 def algebra(text: str, local_dict: Mapping[str, Any] = _CONSTANTS) -> Any:
     """Return the sympy expression of ``text``: numbers, symbols, ``+ - * / **`` and elementary functions.
 
-    local_dict: meaning of names; any other name is a constant or a symbol. The function takes the place of
-    ``sympy.parse_expr``, whose arguments it shares. Raises ValueError for any other text, and for powers too large to
-    be worked out.
+    local_dict: values of names; any other name is a constant or a symbol. The function replaces ``sympy.parse_expr``
+    and has the same arguments. Raises ValueError for any other text, and for powers that are too large.
     """
     return _Algebra({**_CONSTANTS, **local_dict}).evaluate(text)
 
 
 def _parse(text: str) -> ast.Expression:
     if len(text) > MAX_LENGTH:
-        raise ValueError(f"{len(text)} characters are more than {MAX_LENGTH}")
+        raise ValueError(f"the text has {len(text)} characters, more than {MAX_LENGTH}")
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"no expression: {type(error).__name__}") from None
+        raise ValueError(f"not an expression: {type(error).__name__}") from None
     if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES} terms")
+        raise ValueError(f"the expression has more than {MAX_NODES} terms")
     return tree
 
 
 class _Arithmetic:
-    """Numbers and the four operations."""
+    """Evaluator of numbers and the four operations."""
 
     def evaluate(self, text: str) -> Any:
         tree = _parse(text)
         try:
             return self.value(tree.body)
         except RecursionError:
-            raise ValueError("nested too deeply") from None
+            raise ValueError("the expression is nested too deeply") from None
 
     def value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
@@ -103,7 +102,7 @@ class _Arithmetic:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             digits = repr(node.value)
             if len(digits) > MAX_DIGITS:
-                raise ValueError(f"a number of {len(digits)} digits")
+                raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
             return self.number(digits)
         return self.other(node)
 
@@ -111,11 +110,11 @@ class _Arithmetic:
         return Fraction(digits)
 
     def other(self, node: ast.expr) -> Any:
-        raise ValueError(f"{type(node).__name__} has no meaning in an answer")
+        raise ValueError(f"{type(node).__name__} is not supported in an answer")
 
 
 class _Algebra(_Arithmetic):
-    """Names, powers and functions too."""
+    """Evaluator that also supports names, powers and functions."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
@@ -136,7 +135,7 @@ class _Algebra(_Arithmetic):
 
     def _call(self, name: str, argument: ast.expr) -> Any:
         if self._depth == MAX_NESTED:
-            raise ValueError("functions nested too deeply")
+            raise ValueError("functions are nested too deeply")
         self._depth += 1
         value = self.value(argument)
         self._depth -= 1
@@ -145,19 +144,19 @@ class _Algebra(_Arithmetic):
 
 
 def _check_numbers(expression: Any, *, most: int) -> None:
-    """Raise ValueError where a number in ``expression`` is greater than ``most``, or its denominator."""
+    """Raise ValueError if a number in ``expression``, or a denominator, is greater than ``most``."""
     for number in expression.atoms(sympy.Number):
         if not (number.is_finite and abs(number) <= most and (not number.is_Rational or number.q <= most)):
-            raise ValueError(f"a number above {most} where it could take too long to work out")
+            raise ValueError(f"a number is larger than {most}, so the computation could take too long")
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return ``base ** exponent``. Raises ValueError where working it out could take too long."""
+    """Return ``base ** exponent``. Raises ValueError if the computation could take too long."""
     if exponent.is_number:
         size = abs(exponent)
         bits = max(abs(int(base.p)), int(base.q)).bit_length() if base.is_Rational else 0
         if not (size.is_real and size <= (max(1, MAX_BITS // bits) if bits else MAX_POWER)):
-            raise ValueError("a power that is too large")
+            raise ValueError("a power is too large")
     else:
         _check_numbers(exponent, most=MAX_EXPONENT)
     power = base**exponent

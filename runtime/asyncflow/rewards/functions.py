@@ -1,10 +1,9 @@
-"""Reward functions by their name in the manifest: one of the project's, or the user's ``module:function``.
+"""Reward functions by their name in the manifest: the built-in functions, and the user's ``module:function``.
 
-How a function is called is said in ``rewards.calling``. An evaluation counts a sample as right where its reward is at
-least 1.
+``rewards.calling`` documents the calls of a function.
 
-Invariants: nothing is imported before ``load``, which only a reward process calls; an extractor is a pure function of
-the response, the same before and after training, and "" means: no answer.
+Invariants: no reward function is imported before ``load``, which only a reward process calls. An extractor is a pure
+function of the response; it returns "" if there is no answer.
 """
 
 from __future__ import annotations
@@ -28,67 +27,67 @@ BUILT_IN = {
     "http": "asyncflow.rewards.endpoint:Endpoint",
     "reward_model": "asyncflow.rewards.classifier:RewardModel",
 }
-"""The functions of the project, by name."""
+"""The built-in functions, by name."""
 
 _USER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def check(function: str, extractor: str, *, workdir: Path) -> None:
-    """Refuse what cannot be loaded, as far as that can be told without running anybody's code.
+    """Raise ManifestError if the function or the extractor cannot be found, without running the user's code.
 
-    workdir: the job's folder, where a user's module is looked for first. Raises ManifestError.
+    workdir: the job's folder, which is searched first for a user's module.
     """
     if extractor not in EXTRACTORS:
-        raise ManifestError(
-            f"there is no extractor {extractor!r}", where="reward.extractor", hint=f"one of: {', '.join(EXTRACTORS)}"
-        )
+        hint = f"Use one of: {', '.join(EXTRACTORS)}"
+        raise ManifestError(f"there is no extractor {extractor!r}", where="reward.extractor", hint=hint)
     check_module(function, where="reward.function", known=BUILT_IN, workdir=workdir)
 
 
 def check_module(function: str, *, where: str, known: Iterable[str], workdir: Path) -> None:
-    """Refuse what is neither ``known`` nor of a module that can be found. Raises ManifestError."""
+    """Raise ManifestError if a function is neither ``known`` nor in a module that can be found."""
     if function in known:
         return
     if not _USER.fullmatch(function):
         raise ManifestError(
-            f"{function!r} is no {where.replace('.', ' ')}",
+            f"{function!r} is neither a built-in function nor module:function",
             where=where,
-            hint=f"{', '.join(known)}, or module:function of a module in the job's folder",
+            hint=f"Use {', '.join(known)}, or module:function of a module in the job's folder",
         )
     package = function.partition(":")[0].partition(".")[0]
     if PathFinder.find_spec(package, [str(workdir), *sys.path]) is None:
         raise ManifestError(
-            f"no module {package!r} in {workdir} or among what is installed",
+            f"there is no module {package!r} in {workdir} or among the installed packages",
             where=where,
-            hint="put the file beside the manifest",
+            hint="Put the file into the folder of the manifest, or install the package",
         )
 
 
 def load(
     function: str, *, workdir: Path, config: dict[str, Any] | None = None, place: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """Import the function; config: its settings; place: see ``RewardFunction.of``.
+    """Import a reward function. config: its settings; place: see ``RewardFunction.of``.
 
-    Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
-    anything.
+    Raises ManifestError if there is no such function or its parameters are not supported. An import may raise any
+    exception.
     """
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     module, _, attribute = BUILT_IN.get(function, function).partition(":")
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
-        raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
+        what = f"the module {module!r} has no function {attribute!r}"
+        raise ManifestError(what, where="reward.function", hint="Define the function, or correct its name")
     return RewardFunction.of(found, name=function, config=config, place=place or {})
 
 
 def exact(*, response: str, answer: Any) -> float:
-    """Return 1 where the response is exactly the source's answer, as text, else 0.
+    """Return 1 if the response equals the source's answer as text, otherwise 0.
 
-    Raises ValueError where the source has none: a response without an answer would be equal to it.
+    Raises ValueError if the source has no answer, since a response without an answer would equal it.
     """
     right = "" if answer is None else str(answer).strip()
     if not right:
-        what = f"the source's answer is {answer!r}: name its field in config.answer, or leave the prompt out"
+        what = f"the source's answer is {answer!r}: set config.answer to its field, or remove the prompt from the data"
         raise ValueError(what)
     return float(response == right)
 
@@ -98,14 +97,14 @@ _BOXED = "\\boxed{"
 
 
 def text(response: str) -> str:
-    """Return the whole response without the white space around it."""
+    """Return the whole response without surrounding whitespace."""
     return response.strip()
 
 
 def last_number(response: str) -> str:
-    """Return the last decimal number, without thousands separators and plus: "so 1,000 - 1 = +999." gives "999".
+    """Return the last decimal number, without thousands separators and plus sign: "1,000 - 1 = +999." -> "999".
 
-    A number that begins with its point is given a 0 before it.
+    A number that begins with the decimal point gets a leading 0.
     """
     *_, last = "", *_NUMBER.findall(response.replace("\N{MINUS SIGN}", "-"))
     return re.sub(r"^-?(?=\.)", r"\g<0>0", last.replace(",", "").removeprefix("+"))

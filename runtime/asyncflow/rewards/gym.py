@@ -1,12 +1,13 @@
-"""The reward ``gym``: reasoning-gym's own checker of the data set that the prompt came from.
+"""The reward ``gym``: reasoning-gym's own checker for the data set of the prompt.
 
-Nine of its checkers run the answer as Python. Their modules are given the parsers of ``expressions`` in place of
-``eval`` and ``sympy.parse_expr``; an audit hook sees to it that no other checker, of this version of reasoning-gym or
-of another, does it unnoticed. Two take an answer for right that is none: every text for "True", and "nan" for any
-complex number. Several raise on an answer that they cannot read, which is a wrong answer and no broken reward.
+Nine of its checkers execute the answer as Python code. In their modules, the parsers of ``expressions`` replace
+``eval`` and ``sympy.parse_expr``. An audit hook detects any other checker that executes an answer, also in other
+versions of reasoning-gym. Two checkers accept wrong answers: one accepts every text as "True", the other accepts "nan"
+as any complex number; they are patched, too. Several checkers raise an exception for an answer that they cannot parse;
+such an answer is scored as wrong, and not as a failure of the reward.
 
-Invariants: while a checker runs, no text becomes code but the data set's own; the checker is made with the config that
-the prompt was made with; what is slow to import is imported with this module, before the first sample's time runs.
+Invariants: while a checker runs, only texts of the data set are executed as code. The checker is created with the same
+config as the prompt. Slow imports happen together with this module, before the deadline of the first sample starts.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from asyncflow.rewards.expressions import algebra, arithmetic, literal
 
 
 def _truth(answer: object) -> bool | None:
-    """Return what a text says, None where that is neither yes nor no; Python takes every text for true."""
+    """Return the truth value of a text, None if it is neither "true" nor "false"; in Python every text is true."""
     return {"true": True, "false": False}.get(answer.strip().lower()) if isinstance(answer, str) else bool(answer)
 
 
 def _least(*numbers: float) -> float:
-    """Return the least of numbers, 0 where one is none; Python's ``min(1.0, nan)`` is 1."""
+    """Return the smallest number, or 0 if one is nan; Python's ``min(1.0, nan)`` is 1."""
     return 0.0 if any(map(math.isnan, numbers)) else min(numbers)
 
 
@@ -53,20 +54,21 @@ _PARSERS: Final[dict[str, dict[str, object]]] = {
     "games.n_queens": {"eval": literal},
     "games.puzzle24": {"parse_expr": arithmetic},
 }
-"""By module of reasoning_gym: the names that its checker finds in place of those that run text."""
+"""Replacements of unsafe or wrong functions in modules of reasoning_gym: module -> name -> replacement."""
 
-for _place, _names in _PARSERS.items():
-    vars(importlib.import_module(f"reasoning_gym.{_place}")).update(_names)
+for _name, _replacements in _PARSERS.items():
+    vars(importlib.import_module(f"reasoning_gym.{_name}")).update(_replacements)
 
 
 def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
-    """Score by the data set's ``score_answer``, which may give partial credit; 0 where it cannot read the response.
+    """Return the data set's ``score_answer``, which may give partial credit; 0 if it cannot parse the response.
 
-    Raises ValueError for other prompts, PermissionError where the checker tried to run the response, MemoryError, and
-    what the checker raises on the data set's own answer too: then the prompt is at fault and not the response.
+    Raises ValueError for other prompts, PermissionError if the checker tried to execute the response, MemoryError, and
+    any exception that the checker also raises for the data set's own answer: then the prompt is wrong, not the
+    response.
     """
     if "dataset" not in meta:
-        message = "the reward `gym` scores prompts of gym:// only; this one says no dataset"
+        message = "the reward `gym` scores prompts of gym:// only, but the meta of this prompt names no dataset"
         raise ValueError(message)
     checker = _checker(meta["dataset"], json.dumps(meta["config"], sort_keys=True))
     entry = {"question": prompt, "answer": answer, "metadata": meta["metadata"]}
@@ -75,7 +77,7 @@ def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> f
             return float(checker.score_answer(response or None, entry))
         except (PermissionError, MemoryError):
             raise
-        except Exception:  # noqa: BLE001  checkers raise of every kind on answers that they cannot read
+        except Exception:  # noqa: BLE001  checkers raise exceptions of any type for answers that they cannot parse
             checker.score_answer(answer, entry)
             return 0.0
 
@@ -86,26 +88,29 @@ def _checker(dataset: str, config: str) -> Any:
 
 
 class _Guard:
-    """An audit hook that lets a checker run no text but texts of its own entry."""
+    """An audit hook that lets a checker execute only texts of its own entry."""
 
     def __init__(self) -> None:
         self._entry: dict[str, Any] | None = None
         self._compiled: object = None
         self._refused = False
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_event)
 
     @contextmanager
     def watching(self, dataset: str, entry: dict[str, Any]) -> Iterator[None]:
-        """Watch the checker of ``dataset``. Raises PermissionError if it tried, even where it went on after that."""
+        """Watch the checker of ``dataset``.
+
+        Raises PermissionError if the checker tried to execute another text, even if it caught the first error.
+        """
         self._entry, self._refused = entry, False
         try:
             yield
         finally:
             self._entry = None
         if self._refused:
-            raise PermissionError(f"the checker of gym://{dataset} runs answers as Python, which is refused")
+            raise PermissionError(f"the checker of gym://{dataset} tried to execute the answer as Python code")
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._entry is None:
             return
         if event == "compile":
@@ -115,11 +120,11 @@ class _Guard:
             text = source.decode(errors="replace") if isinstance(source, bytes) else source
             if text not in set(_texts(self._entry)):
                 self._refused = True
-                raise PermissionError("an answer is not run as Python")
+                raise PermissionError("an answer must not be executed as Python code")
 
 
 def _runs_answers(hook: FrameType | None) -> bool:
-    """Return whether the running code comes from a checker or sympy's parser, and not from a module being imported."""
+    """Return whether the running code belongs to a checker or to sympy's parser, and not to a module import."""
     caller = hook.f_back if hook is not None else None
     if caller is None or not _module(caller).startswith(("reasoning_gym.", "sympy.parsing.")):
         return False

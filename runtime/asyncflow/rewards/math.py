@@ -1,11 +1,10 @@
-"""The reward ``math_verify``: 1 where math-verify finds the response equal to the answer, else 0.
+r"""The reward ``math_verify``: 1 if math-verify finds the response equal to the answer, otherwise 0.
 
-math-verify takes for mathematics what is between dollar signs or in a box, and of anything else at most a number: what
-the extractor ``boxed`` took out of its box is put into one again.
+math-verify parses text between dollar signs or in ``\boxed{}`` as mathematics, and any other text at most as a number.
+Therefore the result of the extractor ``boxed`` is put into a box again.
 
-math-verify limits its own time by SIGALRM, which works in a main thread only: a reward process calls it there. What it
-takes for plain arithmetic it gives to ``sympy.parse_expr``, which is ``eval``: only what ``expressions`` has read
-gets there.
+math-verify limits its time by SIGALRM, which works only in the main thread; a reward process calls it there. It passes
+plain arithmetic to ``sympy.parse_expr``, which calls ``eval``. Here ``expressions`` checks every such text first.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from asyncflow.rewards.expressions import algebra
 
 
 class MathVerify:
-    """The comparison of two expressions. extractor: name of that which finds the response."""
+    """Comparison of two expressions. extractor: name of the extractor of the answer from the response."""
 
     def __init__(self, *, extractor: str) -> None:
         self._boxed = extractor == "boxed"
 
     def __call__(self, *, response: str, answer: Any) -> float:
-        """Compare expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so.
+        """Compare two expressions, LaTeX or plain. The source's answer is first parsed as LaTeX, then as plain text.
 
-        Raises ValueError for an answer that cannot be read, with which no response could be compared.
+        Raises ValueError if the source's answer cannot be parsed, since no response can be compared with it.
         """
         gold = [] if answer is None else parse(f"${answer}$") or parse(str(answer))
         if not gold:
-            what = f"the source's answer is {answer!r}, which math-verify cannot read"
-            raise ValueError(f"{what}: mend it in the data, or leave the prompt out")
+            what = f"the source's answer is {answer!r}, which math-verify cannot parse"
+            raise ValueError(f"{what}: correct it in the data, or remove the prompt")
         return float(verify(gold, parse(f"\\boxed{{{response}}}" if self._boxed else response)))
 
 

@@ -1,11 +1,11 @@
-"""A pool of reward processes for one function: every sample gets its score or a flag within its deadline.
+"""A pool of reward processes for one function, which scores every sample within a deadline or reports a failure.
 
-A call has one sample, a batch of those that wait, or a group, as the function takes them (``rewards.calling``). Of a
-concurrent function a process has several calls under way.
+A call has one sample, a batch of waiting samples, or a group, depending on the function (``rewards.calling``). A
+process with a concurrent function runs several calls at the same time.
 
-Invariants: a sample that is stuck delays only itself: its process is killed at the deadline, and meanwhile the pool
-grows, up to ``max_workers``, whenever somebody has waited for a free process longer than PATIENCE_S; a sample whose
-failure may be that of another in its call or in its process is scored again without that one.
+Invariants: a sample that hangs delays only itself: its process is killed at the deadline, and meanwhile the pool grows,
+up to ``max_workers``, whenever a caller has waited for a free process longer than PATIENCE_S. A sample whose failure
+may be caused by another sample in its call or in its process is scored again without that sample.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 0.5
 _GATHER_S: Final = 0.01
-"""Seconds for which the first sample of a batch waits for others."""
+"""Seconds for which the first sample of a batch waits for further samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """Sizes and deadlines.
+    """Sizes and deadlines of a pool.
 
-    min_workers, max_workers: processes; timeout_s: how long one call may run; start_timeout_s: how long loading may
-    take; batch: most samples of one call of a function that takes batches; calls: most calls at once in a process whose
-    function is concurrent.
+    min_workers, max_workers: number of processes; timeout_s: seconds that one call may take; start_timeout_s: seconds
+    that a process may take to load the function; batch: most samples of one call, for a function that takes batches;
+    calls: most concurrent calls in a process, for a concurrent function.
     """
 
     min_workers: int = 1
@@ -45,65 +45,65 @@ class PoolLimits:
     calls: int = 64
 
 
-class _Called(NamedTuple):
-    """Outcome of one call. crowded: it failed with its process, in which other calls were under way."""
+class _CallResult(NamedTuple):
+    """Result of one call. shared: it failed together with its process, in which other calls were running."""
 
     scores: list[Score]
     failed: bool = False
-    crowded: bool = False
+    shared: bool = False
 
 
 class RewardPool:
     """Reward processes for one function.
 
-    scored: samples that have their score; failed: those that have none, by why; takes: what the function is called
-    with, known once the pool has started.
+    scored: number of samples with a score; failed: number of samples without one, by reason; takes: the kind of call of
+    the function, known after the start.
 
-    Use from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
+    Use it from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
     started them ends.
     """
 
     def __init__(self, scorer: Scorer, limits: PoolLimits | None = None) -> None:
         self._scorer = scorer
         self._limits = limits or PoolLimits()
-        self._most = max(self._limits.min_workers, self._limits.max_workers)
+        self._max_workers = max(self._limits.min_workers, self._limits.max_workers)
         self._alive: set[RewardProcess] = set()
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
         self._waiting: deque[tuple[Example, asyncio.Future[Score]]] = deque()
         self._batching: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
-        self._alone = asyncio.Lock()
-        self._apart: asyncio.Task[list[Score]] | None = None
+        self._isolated_lock = asyncio.Lock()
+        self._isolated: asyncio.Task[list[Score]] | None = None
         self._growth: asyncio.Task[None] | None = None
         self._failure: AsyncFlowError | None = None
         self._closed = False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.takes: Takes = "sample"
         self.scored = 0
         self.failed: dict[Failure, int] = dict.fromkeys(FAILURES, 0)
 
     @property
     def workers(self) -> int:
-        """Number of processes that live now."""
+        """Number of running processes."""
         return len(self._alive)
 
     async def start(self) -> None:
-        """Start ``min_workers`` processes. Raises ManifestError where the function cannot be loaded."""
+        """Start ``min_workers`` processes. Raises ManifestError if the function cannot be loaded."""
         while len(self._alive) < self._limits.min_workers:
-            await self._add()
+            await self._add_worker()
 
     async def score(self, examples: Sequence[Example]) -> list[Score]:
-        """Score samples, which are all of one prompt where the function takes groups.
+        """Score samples, which are all samples of one prompt if the function takes groups.
 
-        Never raises for what the function does.
+        Errors of the function are returned as failures.
         """
         if self.takes == "group":
             scores = await self._score(examples)
         elif self.takes == "batch":
             scores = await asyncio.gather(*map(self._in_batch, examples))
         else:
-            alone = await asyncio.gather(*(self._score([example]) for example in examples))
-            scores = [score for (score,) in alone]
+            singles = await asyncio.gather(*(self._score([example]) for example in examples))
+            scores = [score for (score,) in singles]
         for score in scores:
             self._count(score)
         return scores
@@ -111,11 +111,11 @@ class RewardPool:
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
         self._closed = True
-        tasks = [task for task in (self._growth, self._batching, self._apart) if task is not None]
+        tasks = [task for task in (self._growth, self._batching, self._isolated) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._end_waiting("the reward pool is closed")
+        self._fail_waiting("the reward pool is closed")
         await asyncio.gather(*(worker.kill() for worker in self._alive))
         self._alive.clear()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -125,42 +125,41 @@ class RewardPool:
             self.scored += 1
             return
         self.failed[score.failure] += 1
-        level = logging.DEBUG if score.failure in self._told else logging.WARNING
+        level = logging.DEBUG if score.failure in self._reported else logging.WARNING
         name = self._scorer.function
         logger.log(level, "%s: a sample has no reward (%s): %s", name, score.failure, score.detail)
-        self._told.add(score.failure)
+        self._reported.add(score.failure)
 
     async def _score(self, examples: Sequence[Example], *, worker: RewardProcess | None = None) -> list[Score]:
-        """Score the samples of one call, and again what may have failed because of others.
+        """Score the samples of one call, and repeat samples whose failure may have another cause.
 
-        worker: the process that is taken for it. A call whose process died is tried once more in any case: it may have
-        died of something else.
+        worker: the process for the call, None for any free one. A call whose process died is repeated once in any case.
         """
-        called = await self._call(examples, worker)
-        if called.failed and not self._closed:
+        result = await self._call(examples, worker)
+        if result.failed and not self._closed:
             if len(examples) > 1 and self.takes == "batch":
-                alone = await asyncio.gather(*(self._score([example]) for example in examples))
-                return [score for (score,) in alone]
-            if called.crowded:
-                return await self._score_alone(examples)
-            if called.scores[0].failure == "died":
-                called = await self._call(examples, None)
-        return called.scores
+                singles = await asyncio.gather(*(self._score([example]) for example in examples))
+                return [score for (score,) in singles]
+            if result.shared:
+                return await self._score_isolated(examples)
+            if result.scores[0].failure == "died":
+                result = await self._call(examples, None)
+        return result.scores
 
-    async def _score_alone(self, examples: Sequence[Example]) -> list[Score]:
-        """Score in a process that has no other calls; one of them at a time, and none once the pool is closed."""
-        async with self._alone:
+    async def _score_isolated(self, examples: Sequence[Example]) -> list[Score]:
+        """Score in a new process without other calls, one call at a time; fails if the pool is closed."""
+        async with self._isolated_lock:
             if not self._closed:
-                self._apart = apart = asyncio.create_task(self._score_apart(examples))
+                self._isolated = isolated = asyncio.create_task(self._score_in_new_process(examples))
                 try:
-                    await asyncio.wait([apart])
+                    await asyncio.wait([isolated])
                 finally:
-                    apart.cancel()
-                if not apart.cancelled():
-                    return apart.result()
+                    isolated.cancel()
+                if not isolated.cancelled():
+                    return isolated.result()
             return _failed("died", "the reward pool is closed", examples)
 
-    async def _score_apart(self, examples: Sequence[Example]) -> list[Score]:
+    async def _score_in_new_process(self, examples: Sequence[Example]) -> list[Score]:
         try:
             worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
         except AsyncFlowError as error:
@@ -169,10 +168,10 @@ class RewardPool:
         try:
             return (await self._ask(worker, examples)).scores
         finally:
-            await self._bury(worker)
+            await self._discard(worker)
 
     async def _in_batch(self, example: Example) -> Score:
-        """Score a sample together with others that wait for a process at the same time."""
+        """Score a sample together with other samples that wait for a process at the same time."""
         answered: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((example, answered))
         if self._batching is None or self._batching.done():
@@ -180,83 +179,83 @@ class RewardPool:
         return await answered
 
     async def _batch(self) -> None:
-        """Hand what waits to processes as they become free, as much as a call may have."""
+        """Pass the waiting samples to free processes, at most ``batch`` samples in each call."""
         await asyncio.sleep(_GATHER_S)
         while self._waiting:
             try:
                 worker = await self._take()
             except AsyncFlowError as error:
-                self._end_waiting(str(error))
+                self._fail_waiting(str(error))
                 return
-            wanted: list[tuple[Example, asyncio.Future[Score]]] = []
-            while self._waiting and len(wanted) < self._limits.batch:
+            batch: list[tuple[Example, asyncio.Future[Score]]] = []
+            while self._waiting and len(batch) < self._limits.batch:
                 example, answered = self._waiting.popleft()
                 if not answered.done():
-                    wanted.append((example, answered))
-            if not wanted:
+                    batch.append((example, answered))
+            if not batch:
                 self._free.put_nowait(worker)
                 return
-            call = asyncio.create_task(self._answer(wanted, worker))
+            call = asyncio.create_task(self._answer(batch, worker))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, wanted: Sequence[tuple[Example, asyncio.Future[Score]]], worker: RewardProcess) -> None:
-        scores = await self._score([example for example, _ in wanted], worker=worker)
-        for (_, answered), score in zip(wanted, scores, strict=True):
+    async def _answer(self, batch: Sequence[tuple[Example, asyncio.Future[Score]]], worker: RewardProcess) -> None:
+        scores = await self._score([example for example, _ in batch], worker=worker)
+        for (_, answered), score in zip(batch, scores, strict=True):
             if not answered.done():
                 answered.set_result(score)
 
-    def _end_waiting(self, why: str) -> None:
+    def _fail_waiting(self, why: str) -> None:
         while self._waiting:
             example, answered = self._waiting.popleft()
             if not answered.done():
                 answered.set_result(*_failed("died", why, [example]))
 
-    async def _call(self, examples: Sequence[Example], worker: RewardProcess | None) -> _Called:
+    async def _call(self, examples: Sequence[Example], worker: RewardProcess | None) -> _CallResult:
         try:
             worker = worker or await self._take()
         except AsyncFlowError as error:
-            return _Called(_failed("died", str(error), examples), failed=True)
+            return _CallResult(_failed("died", str(error), examples), failed=True)
         try:
-            called = await self._ask(worker, examples)
+            result = await self._ask(worker, examples)
         except BaseException:
             if worker.concurrent:
                 self._free.put_nowait(worker)
             else:
-                await self._bury(worker)
+                await self._discard(worker)
             raise
         if worker.broken is None:
             self._free.put_nowait(worker)
         else:
-            await self._bury(worker)
-        return called
+            await self._discard(worker)
+        return result
 
-    async def _ask(self, worker: RewardProcess, examples: Sequence[Example]) -> _Called:
-        """Have a process score; it is broken afterwards where it can be asked no more."""
+    async def _ask(self, worker: RewardProcess, examples: Sequence[Example]) -> _CallResult:
+        """Call the function in a process; afterwards ``worker.broken`` is set if the process is no longer usable."""
         try:
             answer = await worker.score(examples, timeout=self._limits.timeout_s)
         except (DeadlineExceeded, PeerLost) as error:
-            crowded = worker.open > 1
+            shared = worker.open > 1
             worker.end("was ended, because a call in it took too long")
             failure: Failure = "timeout" if isinstance(error, DeadlineExceeded) else "died"
-            return _Called(_failed(failure, str(error), examples), failed=True, crowded=crowded)
+            return _CallResult(_failed(failure, str(error), examples), failed=True, shared=shared)
         except ValueError as error:
-            return _Called(_failed("raised", str(error), examples), failed=True)
+            return _CallResult(_failed("raised", str(error), examples), failed=True)
         if answer.failure:
-            return _Called(_failed(answer.failure, answer.detail, examples), failed=True)
-        return _Called(answer.scores)
+            return _CallResult(_failed(answer.failure, answer.detail, examples), failed=True)
+        return _CallResult(answer.scores)
 
     async def _take(self) -> RewardProcess:
         while True:
-            worker = await self._turn()
+            worker = await self._next_free()
             if worker.broken is None:
                 return worker
             if worker in self._alive:
-                logger.warning("%s; another takes its place", worker.broken)
-                await self._bury(worker)
+                logger.warning("%s; a new process replaces it", worker.broken)
+                await self._discard(worker)
 
-    async def _turn(self) -> RewardProcess:
-        """Wait for a free process, first come first served: growing the pool costs nobody its place."""
+    async def _next_free(self) -> RewardProcess:
+        """Wait for a free process and grow the pool meanwhile; callers keep their order."""
         turn = asyncio.create_task(self._free.get())
         try:
             while not (await asyncio.wait({turn}, timeout=PATIENCE_S))[0]:
@@ -264,14 +263,14 @@ class RewardPool:
                     raise PeerLost("the reward pool is closed")
                 if not self._alive and self._failure is not None:
                     raise self._failure
-                self._grow(self._most)
+                self._grow(self._max_workers)
         except BaseException:
             if not turn.cancel():
                 self._free.put_nowait(turn.result())
             raise
         return turn.result()
 
-    async def _bury(self, worker: RewardProcess) -> None:
+    async def _discard(self, worker: RewardProcess) -> None:
         if worker not in self._alive:
             return
         await worker.kill()
@@ -281,20 +280,20 @@ class RewardPool:
     def _grow(self, limit: int) -> None:
         growing = self._growth is not None and not self._growth.done()
         if not (growing or self._closed or len(self._alive) >= limit):
-            self._growth = asyncio.create_task(self._replace())
+            self._growth = asyncio.create_task(self._try_to_add())
 
-    async def _replace(self) -> None:
+    async def _try_to_add(self) -> None:
         try:
-            await self._add()
+            await self._add_worker()
         except AsyncFlowError as error:
             self._failure = error
-            logger.warning("no further reward process: %s", error)
+            logger.warning("a further reward process cannot be started: %s", error)
 
-    async def _add(self) -> None:
+    async def _add_worker(self) -> None:
         worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
-        for lacking in set(worker.unrestricted) - self._told:
-            logger.warning("the sandbox of rewards is incomplete: %s", lacking)
-        self._told.update(worker.unrestricted)
+        for missing in set(worker.unrestricted) - self._reported:
+            logger.warning("the sandbox of rewards is incomplete: %s", missing)
+        self._reported.update(worker.unrestricted)
         self._failure = None
         self.takes = worker.takes
         self._alive.add(worker)

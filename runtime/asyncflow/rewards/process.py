@@ -1,10 +1,12 @@
-"""The parent's end of one reward process: start it, ask it, kill it.
+"""The parent's side of one reward process: it starts the process, sends questions, and kills it.
 
-Invariants: an answer counts only with the nonce of a question that is open, and anything else that comes through the
-pipe ends the process, so that nothing is answered ahead, and no answer is taken for another question's. A function that
-runs a response in its own process lets it change that process, and so what is answered for its later samples; the
-functions of the project run none. A process has the pipes to its parent, a folder of its own to write to, and no
-variable, descriptor or argument that says anything of the job.
+A user's function that executes a response in its own process allows the response to change that process, and with it
+the scores of the following samples. The built-in functions never execute a response.
+
+Invariants: an answer is accepted only with the nonce of an open question, and any other data in the pipe ends the
+process. Therefore a process cannot answer in advance, and no answer is mistaken for the answer to another question. A
+process has the pipes to its parent and a folder of its own to write to, but no environment variable, descriptor or
+argument with information about the job.
 """
 
 from __future__ import annotations
@@ -45,33 +47,34 @@ _SET_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _RUN_LOCK = "run/lock"
-"""File that every folder of a run holds, from its start on."""
+"""File that exists in the folder of every run, from its start on."""
 _RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
-"""Entries that a run keeps to itself in its folder: its token, its rows, its weights."""
+"""Private entries in the folder of a run, with its token, rows and weights."""
 _MOST_FOLDERS = 20_000
-"""Folders that are looked into for runs; those below are hidden, since it is not known what they hold."""
+"""Most folders that are searched for runs; folders beyond are hidden, since their contents are unknown."""
 _MOST_SCRATCH_BYTES = 1 << 30
 _MOST_SCRATCH_FILES = 10_000
 _BLOCK_BYTES = 512
 _WATCH_S = 0.5
 _ROUNDS = 10
-"""Number of looks for processes that started meanwhile, when a process is ended with what it started."""
+"""Most searches for new descendants when a process and its descendants are killed."""
 _END_S = 10.0
-"""Seconds that the kernel may take to end what was killed."""
+"""Seconds that the kernel may take to end a killed process."""
 _LATE_S = 1.0
-"""Seconds that a process which keeps the deadlines of its calls itself may be late to say that one is over."""
+"""Extra seconds for the answer of a process that enforces the deadlines of its calls itself."""
 _MOST_LINES = 1000
 _MOST_LINE_BYTES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """Definition of a reward process: the function that it loads and how it is confined.
+    """Definition of a reward process: the function that it loads, and its sandbox.
 
     function, extractor: see ``rewards.functions``; config: settings of the function; workdir: the job's folder, from
-    where a user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it
-    may not see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start;
-    accelerator: the devices that it computes with; module: the program of the process.
+    which a user's module is imported; readable: paths that it may read in addition to that folder and Python; hidden:
+    folders that it may not read even inside readable ones; memory: bytes of address space of each process; processes:
+    number of processes that it may start; accelerator: devices that it computes with; module: the program of the
+    process.
     """
 
     function: str
@@ -88,10 +91,10 @@ class Scorer:
 
     @classmethod
     def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> list[Scorer]:
-        """Return what a manifest asks for, by component. workdir: the job's folder, where relative paths start; run:
-        the run's own.
+        """Return the scorer of each component of a manifest.
 
-        The folder of the run, and those of other runs in what it may read, are hidden from it.
+        workdir: the job's folder, at which relative paths start; run: the folder of the run. The folder of this run,
+        and folders of other runs inside readable folders, are hidden from the function.
         """
         folder = workdir.resolve()
         readable = tuple((folder / path).resolve() for path in spec.files)
@@ -115,10 +118,10 @@ class Scorer:
 
 
 class RewardProcess:
-    """One child, with its function loaded.
+    """One child process that has loaded its function.
 
-    unrestricted: what this kernel could not take from it; takes, concurrent: how its function is called, as ``wire``
-    says it; broken: why it can be asked no more, None while it can.
+    unrestricted: restrictions that this kernel does not support; takes, concurrent: the kind of calls of its function,
+    see ``ScoreAnswer``; broken: the reason why it is no longer usable, None while it is usable.
     """
 
     def __init__(self, process: Process, *, scratch: Path, processes: int) -> None:
@@ -137,8 +140,8 @@ class RewardProcess:
     async def start(cls, scorer: Scorer, *, timeout: float) -> RewardProcess:
         """Start a child and wait until it has loaded its function.
 
-        timeout: seconds. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost where the
-        process ended, or the machine has no room for it.
+        timeout: seconds. Raises ManifestError if the function cannot be loaded, DeadlineExceeded, and PeerLost if the
+        process ended or could not be started.
         """
         try:
             scratch = scratch_folder()
@@ -156,7 +159,7 @@ class RewardProcess:
                 shutil.rmtree(scratch, ignore_errors=True)
                 raise
         except OSError as error:
-            raise PeerLost(f"no process for {scorer.function!r} can be started: {error}") from error
+            raise PeerLost(f"a process for {scorer.function!r} cannot be started: {error}") from error
         child = cls(process, scratch=scratch, processes=scorer.processes)
         try:
             ready = await child._ask(
@@ -172,14 +175,14 @@ class RewardProcess:
                     share=scorer.accelerator.share,
                 ),
                 timeout=timeout,
-                what=f"{scorer.function!r} to load",
+                what=f"loading {scorer.function!r}",
             )
             child.unrestricted, child.takes, child.concurrent = ready.unrestricted, ready.takes, ready.concurrent
             if ready.failure:
                 raise ManifestError(
                     f"{scorer.function!r} cannot be loaded: {ready.detail}",
                     where="reward.function",
-                    hint="It is loaded in a sandbox (docs/guide/rewards.md); the log of the role has the traceback.",
+                    hint="See the traceback in the log of the role; functions run in a sandbox (docs/guide/rewards.md)",
                 )
         except BaseException:
             await child.kill()
@@ -188,18 +191,18 @@ class RewardProcess:
 
     @property
     def open(self) -> int:
-        """Calls without an answer; those that had none when it ended are among them."""
+        """Number of calls without an answer, including calls that were open when the process ended."""
         return len(self._open)
 
     async def score(self, examples: Sequence[Example], *, timeout: float) -> ScoreAnswer:
-        """Score examples in one call; of a concurrent function there may be several calls at once.
+        """Score examples in one call; a concurrent function allows several calls at the same time.
 
-        Raises ValueError where the examples are too large or no JSON (nothing was sent), DeadlineExceeded after
-        ``timeout`` seconds, PeerLost where the process died or broke the protocol: then it must be killed.
+        Raises ValueError if the examples are too large or cannot be encoded (nothing was sent), DeadlineExceeded after
+        ``timeout`` seconds, PeerLost if the process died or violated the protocol; then it must be killed.
         """
         question = Question(nonce=_nonce(), examples=list(examples), seconds=timeout)
-        waits = timeout + _LATE_S if self.concurrent else timeout
-        answer = await self._ask(question, timeout=waits, what="a reward")
+        wait_s = timeout + _LATE_S if self.concurrent else timeout
+        answer = await self._ask(question, timeout=wait_s, what="a call")
         if not answer.failure and len(answer.scores) != len(examples):
             self._break(f"answered {len(answer.scores)} scores for {len(examples)} samples")
             assert self.broken is not None
@@ -207,14 +210,14 @@ class RewardProcess:
         return answer
 
     def end(self, why: str) -> None:
-        """End the process and what it started, at once; it still has to be killed."""
+        """Kill the process and its descendants immediately; ``kill`` must still be called to release its resources."""
         self._break(why)
 
     async def kill(self) -> None:
-        """End the process and what it started, at once, and remove what it wrote.
+        """Kill the process and its descendants immediately, and remove its files.
 
-        A process that has left its group and whose parents have ended may stay: nobody waits for it, or for the ends of
-        the pipes that it holds.
+        A descendant that has left the process group and whose parents have ended may survive; this method waits neither
+        for it nor for its ends of the pipes.
         """
         self._break("was killed")
         for descriptor in range(3):
@@ -225,30 +228,33 @@ class RewardProcess:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            log.error("the reward process %d was killed and has not ended in %g s", self.pid, _END_S)
+            log.error("the reward process %d was killed but has not ended within %g s", self.pid, _END_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def _ask(self, message: Load | Question, *, timeout: float, what: str) -> ScoreAnswer:
-        """Ask, and wait; what is given up stays open, so that its answer is known for one that nobody wants."""
+        """Send a message and wait for the answer.
+
+        After a timeout the question stays open, so that a late answer is recognized and ignored.
+        """
         writer = self._process.stdin
         assert writer is not None
-        asked = frame(message)
+        data = frame(message)
         if self.broken is not None:
             raise self.broken
         answered: asyncio.Future[ScoreAnswer] = asyncio.get_running_loop().create_future()
         self._open[message.nonce] = answered
         try:
-            writer.write(asked)
+            writer.write(data)
             async with asyncio.timeout(timeout):
                 return await answered
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{what} did not come in {timeout:g} s", where=f"pid {self.pid}") from error
+            raise DeadlineExceeded(f"{what} took longer than {timeout:g} s", where=f"pid {self.pid}") from error
 
     async def _listen(self) -> None:
-        """Hand on answers until the pipe ends or something else comes through it."""
+        """Deliver answers until the pipe ends or contains anything else."""
         reader = self._process.stdout
         assert reader is not None
         try:
@@ -260,50 +266,50 @@ class RewardProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             self._break(f"ended ({_ending(await self._process.wait())})")
         except (AsyncFlowError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._break(f"wrote something that is no answer: {error}")
+            self._break(f"wrote an invalid answer: {error}")
 
     def _take(self, answer: ScoreAnswer) -> None:
         answered = self._open.pop(answer.nonce, None)
         if answered is None:
-            raise PeerLost("it has the nonce of no open question")
+            raise PeerLost("its nonce belongs to no open question")
         if not answered.done():
             answered.set_result(answer)
 
     def _break(self, why: str) -> None:
-        """Stop using the process, and end it with all that it started."""
+        """Mark the process as unusable, and kill it and its descendants."""
         self.broken = self.broken or PeerLost(f"the reward process {why}", where=f"pid {self.pid}")
         if self._process.returncode is None and self._processes:
-            self._end_started()
+            self._kill_descendants()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for answered in self._open.values():
             if not answered.done():
                 answered.set_exception(self.broken)
 
-    def _end_started(self) -> None:
-        """End what it started, in whatever group: it adopts those of them whose parents have ended."""
-        ended: set[psutil.Process] = set()
+    def _kill_descendants(self) -> None:
+        """Kill the descendants of the process in all groups; it has adopted those whose parents have ended."""
+        killed: set[psutil.Process] = set()
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             os.kill(self.pid, signal.SIGSTOP)
             for _ in range(_ROUNDS):
-                fresh = set(self._started()) - ended
+                fresh = set(self._descendants()) - killed
                 for process in fresh:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
-                ended |= fresh
+                killed |= fresh
                 if not fresh:
                     break
 
-    def _started(self) -> list[psutil.Process]:
-        """Return the processes that it started, and those that these started. Raises psutil.NoSuchProcess."""
+    def _descendants(self) -> list[psutil.Process]:
+        """Return all descendants of the process. Raises psutil.NoSuchProcess."""
         return psutil.Process(self.pid).children(recursive=True) if self._processes else []
 
     async def _watch(self) -> None:
-        """End it where it takes more than the kernel can be told to give it."""
+        """Kill the process if it exceeds limits that the kernel does not enforce."""
         while self.broken is None:
             await asyncio.sleep(_WATCH_S)
             try:
-                threads = _threads(psutil.Process(self.pid), *self._started())
+                threads = _threads(psutil.Process(self.pid), *self._descendants())
             except psutil.NoSuchProcess:
                 return
             if threads > MOST_THREADS + self._processes:
@@ -312,7 +318,7 @@ class RewardProcess:
                 self._break(f"wrote more than {_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files")
 
     async def _show_output(self) -> None:
-        """Log what the function prints, as long as that is not too much."""
+        """Log the output of the function, at most ``_MOST_LINES`` lines."""
         reader = self._process.stderr
         assert reader is not None
         shown = 0
@@ -321,7 +327,7 @@ class RewardProcess:
                 shown += 1
                 log.info("reward process %d: %s", self.pid, line)
                 if shown == _MOST_LINES:
-                    log.warning("reward process %d: what it prints from here on is not shown", self.pid)
+                    log.warning("reward process %d: further output is not logged", self.pid)
                     break
 
 
@@ -338,7 +344,7 @@ def _threads(*processes: psutil.Process) -> int:
 
 
 def _is_full(folder: Path) -> bool:
-    """Return whether a folder takes more room than a reward process may."""
+    """Return whether a folder exceeds the limits of a reward process."""
     size = files = 0
     for place, folders, names in os.walk(folder):
         files += len(folders) + len(names)
@@ -349,28 +355,28 @@ def _is_full(folder: Path) -> bool:
 
 
 def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
-    """Yield the folders that a scorer may not read: those of runs, and those that could not be looked into.
+    """Yield the folders that a scorer may not read: folders of runs, and folders that were not searched.
 
-    Of a run's folder in which the job's own or a file that the manifest names lies, only what the run keeps to itself.
+    If the folder of a run contains the job's folder or a file of the manifest, only its private entries are hidden.
     """
-    runs, unseen = _runs(readable)
+    runs, unsearched = _runs(readable)
     for folder in runs if run is None else {*runs, run.resolve()}:
         if any(place.is_relative_to(folder) for place in readable):
             yield from (folder / name for name in _RUN_PRIVATE)
         else:
             yield folder
-    if unseen:
-        words = "%s has more than %d folders; the reward function cannot read %s, nor %d others that deep"
-        log.warning(words, readable[0], _MOST_FOLDERS, unseen[0], len(unseen) - 1)
-    yield from unseen
+    if unsearched:
+        words = "%s has more than %d folders; the reward function cannot read %s and %d further folders"
+        log.warning(words, readable[0], _MOST_FOLDERS, unsearched[0], len(unsearched) - 1)
+    yield from unsearched
 
 
 def _runs(places: Sequence[Path]) -> tuple[set[Path], list[Path]]:
-    """Return the folders of runs in ``places``, and what was not looked into; symbolic links are not followed."""
+    """Return the folders of runs in ``places``, and folders that were not searched; symbolic links are not followed."""
     runs: set[Path] = set()
-    seen, waiting = 0, deque(place for place in places if place.is_dir())
-    while waiting and seen < _MOST_FOLDERS:
-        seen += 1
+    searched, waiting = 0, deque(place for place in places if place.is_dir())
+    while waiting and searched < _MOST_FOLDERS:
+        searched += 1
         folder = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             waiting.extend(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))

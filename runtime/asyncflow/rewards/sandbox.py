@@ -1,11 +1,11 @@
-"""Sandbox of a process that runs somebody else's code: it may do little, and nothing that could reach a secret.
+"""Sandbox of a process that runs untrusted code, which must not read a secret or affect other processes.
 
-The process restricts itself, before it loads that code, and can never undo it: no new privileges, no capabilities,
-resource limits, Landlock for files and signals, and a seccomp filter for sockets, other processes and the system calls
-by which sandboxes are left. Where a kernel lacks one of these the others still hold, and ``enter`` says what is
-missing.
+Before the process loads that code it restricts itself irreversibly: no new privileges, no capabilities, resource
+limits, Landlock for files and signals, and a seccomp filter for sockets, other processes and system calls that can
+bypass a sandbox. If a kernel lacks one of these mechanisms, the others still hold, and ``enter`` reports the missing
+one.
 
-Invariant: what is not named in ``Sandbox`` is denied.
+Invariant: an access that ``Sandbox`` does not allow is denied.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ _SYSTEM: Final = (
     *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system"),
     *("/dev/urandom", "/dev/random", "/dev/zero"),
 )
-"""Paths that a Python process reads of its machine, and nobody's data."""
+"""System paths that a Python process reads; they contain no user's data."""
 _DEVICES: Final = ("/dev/null",)
 _OPEN_FILES: Final = 256
 _FILE_BYTES: Final = 256 << 20
 MOST_THREADS: Final = 256
-"""Threads beyond the processes that are allowed."""
+"""Most threads, in addition to the allowed processes."""
 _OTHERS: Final = 4096
-"""Threads that the user's other programs may start meanwhile, without keeping this process from starting its own."""
+"""Threads that the user's other programs may start later without preventing this process from starting its own."""
 _OWN_THREADS: Final = "/proc/self/task"
-"""Folder in which a process names its threads; NVIDIA's driver fails with error 304 where it cannot."""
+"""Folder in which a process names its threads; without access NVIDIA's driver fails with error 304."""
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
-"""Inode of the process namespace in which the machine was started (the kernel's proc_ns.h)."""
+"""Inode of the initial PID namespace of the machine (the kernel's proc_ns.h)."""
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     """Permissions of a sandboxed process.
 
-    readable, writable: files and folders, beside what Python itself needs; hidden: folders in these, resolved, whose
-    files cannot be read; network: whether sockets of the internet families may be opened; processes: how many further
-    processes may be started; memory: bytes of address space, for each process; devices: files of accelerators.
+    readable, writable: files and folders, in addition to the paths that Python itself needs; hidden: resolved folders
+    inside readable ones whose files cannot be read; network: whether internet sockets may be opened; processes: number
+    of processes that may be started; memory: bytes of address space of each process; devices: device files of
+    accelerators.
 
-    A driver of an accelerator reserves address space for all memory of the machine, keeps what it shares with the
-    device in files without a name, and names its threads: with ``devices`` the bytes of ``memory`` are those of private
-    memory (RLIMIT_DATA), and such files and names are allowed.
+    The driver of an accelerator reserves address space for all memory of the machine, shares memory with the device in
+    files without a name, and names its threads. With ``devices``, ``memory`` therefore limits private memory
+    (RLIMIT_DATA), and such files and thread names are allowed.
     """
 
     readable: list[str]
@@ -67,10 +68,10 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def enter(sandbox: Sandbox) -> list[str]:
-    """Restrict this process, which must have one thread, for ever.
+    """Restrict this process, which must have one thread, permanently.
 
-    Where it may start processes, it adopts those whose parents have ended, so that they are found with it.
-    Return what could not be restricted, and why; empty on a kernel of 6.12 or newer. Raises OSError where the kernel
+    A process that may start others also adopts orphaned descendants, so that its parent can find them. Return a message
+    for each restriction that the kernel does not support: [] on Linux 6.12 or newer. Raises OSError if the kernel
     refuses a limit that every kernel has.
     """
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -82,7 +83,7 @@ def enter(sandbox: Sandbox) -> list[str]:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limit this process to ``seconds`` of computing from now; beyond them the kernel ends it (SIGXCPU)."""
+    """Limit this process to ``seconds`` of CPU time from now; after that the kernel ends it (SIGXCPU)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
 
@@ -103,9 +104,9 @@ def _limit(sandbox: Sandbox) -> None:
 
 
 def _tasks_of_user() -> int:
-    """Count the threads of this user, which RLIMIT_NPROC counts too.
+    """Count the threads of this user, which RLIMIT_NPROC counts, too.
 
-    It counts those in other containers of the machine as well, so that in a container nobody knows the number.
+    RLIMIT_NPROC also counts threads in other containers, so a process in a container cannot determine the number.
     """
     count, user = 0, os.getuid()
     for process in Path("/proc").iterdir():
@@ -129,7 +130,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, also for programs that root starts later."""
+    """Drop all capabilities, including those of programs that this process executes as root."""
     for capability in range(_CAPABILITIES):
         try:
             if prctl(_PR_CAPBSET_READ, capability):
@@ -194,10 +195,10 @@ def _python() -> Iterator[str]:
 
 
 def _without(path: Path, hidden: Set[Path], above: Set[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield places and the right to read them, so that ``path`` can be read but for the files in ``hidden``.
+    """Yield paths and read rights, which together allow to read ``path`` except the files in ``hidden``.
 
-    above: the folders in which those of ``hidden`` lie. Rights are those of all below a place too, so names in
-    ``hidden`` can be listed where their folder can. A symbolic link gives no right to read what it leads to.
+    above: all parents of the folders in ``hidden``. A right on a folder includes everything below it, so file names in
+    ``hidden`` can be listed if a parent can be listed. A symbolic link gives no right to read its target.
     """
     if not hidden.isdisjoint((path, *path.parents)):
         return
@@ -215,15 +216,15 @@ def _without(path: Path, hidden: Set[Path], above: Set[Path]) -> Iterator[tuple[
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return
     try:
         folder = Path(path).is_dir()
-        rule = struct.pack("=Qi", rights if folder else rights & _OF_FILES, place)
+        rule = struct.pack("=Qi", rights if folder else rights & _OF_FILES, descriptor)
         _landlock(_LANDLOCK_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def _landlock(call: int, *arguments: object) -> int:
@@ -237,7 +238,11 @@ def _landlock(call: int, *arguments: object) -> int:
 
 
 class _Machine(NamedTuple):
-    """Processor facts that a filter needs: its number, that of the call ``seccomp``, and those of others by name."""
+    """Numbers of a processor architecture.
+
+    audit: its AUDIT_ARCH value; seccomp: the number of the system call ``seccomp``; numbers: numbers of other system
+    calls by name.
+    """
 
     audit: int
     seccomp: int
@@ -279,16 +284,16 @@ _ALWAYS: Final = (
     *("setns", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "request_key", "keyctl", "memfd_secret", "shmget", "msgget", "mq_open"),
 )
-"""Ways to look into other processes, to get new rights, to make system calls that no filter sees, and to have memory
-that is not in the address space."""
+"""System calls that are always denied: they inspect other processes, get new rights, bypass the filter, or allocate
+memory outside of the address space."""
 _NAMELESS_FILE: Final = "memfd_create"
-"""One more of the latter, without which no CUDA starts (error 304 since driver 570)."""
+"""System call that also allocates memory outside of the address space; CUDA needs it (error 304 since driver 570)."""
 _SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _INTERNET: Final = (2, 10, 16)
-"""AF_INET, AF_INET6, and AF_NETLINK, by which the resolver learns of addresses."""
+"""AF_INET, AF_INET6, and AF_NETLINK, with which the resolver queries addresses."""
 _UNIX: Final = 1
 _STREAM, _PACKETS = 1, 5
-"""SOCK_STREAM and SOCK_SEQPACKET: what they send goes to whom they are connected with, and to nobody else."""
+"""SOCK_STREAM and SOCK_SEQPACKET: such sockets send only to the peer that they are connected to."""
 _SOCKET_TYPE: Final = 0xF
 _CLONE_THREAD: Final = 0x00010000
 _NEW_NAMESPACES: Final = 0x7E020000
@@ -320,7 +325,7 @@ def _filter_calls(sandbox: Sandbox) -> list[str]:
 
 
 def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
-    """Return the filter: the first rule that knows the call decides, and what no rule knows is allowed."""
+    """Return the filter: the first rule for a system call decides, and calls without a rule are allowed."""
     rules: _Filter = [
         (_LOAD, 0, 0, _AUDIT_AT),
         (_EQUAL, 1, 0, machine.audit),
@@ -347,7 +352,7 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
 
 
 def _on(machine: _Machine, name: str, action: _Filter) -> _Filter:
-    """Return a rule for one system call; the number is in the accumulator before and, where it is another, after."""
+    """Return a rule for one system call. The accumulator holds the call's number, also afterwards if it is another."""
     number = machine.numbers.get(name)
     return [] if number is None else [(_EQUAL, 0, len(action), number), *action]
 
@@ -362,15 +367,15 @@ def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
 
 
 def _unless_type_in(allowed: Sequence[int]) -> _Filter:
-    """Return the rule for sockets of other types than these."""
+    """Return the rule that denies socket types other than ``allowed``."""
     _, *tests = _unless_argument_in(allowed)
     return [(_LOAD, 0, 0, _SECOND_ARGUMENT_AT), (_AND, 0, 0, _SOCKET_TYPE), *tests]
 
 
 def _unix_packets_or(others: _Filter) -> _Filter:
-    """Return the rule for sockets where a Unix socket of packets is allowed: ``others`` is that for other families.
+    """Return the rule for sockets that allows Unix sockets of packets; ``others`` is the rule for other families.
 
-    CUDA listens at one, by which other processes would get its memory, and does not start where it cannot (error 304).
+    CUDA listens at such a socket, to share its memory with other processes, and fails without it (error 304).
     """
     packets = _unless_type_in((_PACKETS,))
     return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_EQUAL, 0, len(packets), _UNIX), *packets, *others]

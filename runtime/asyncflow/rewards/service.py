@@ -1,11 +1,11 @@
-"""Rewards from a process beside this one, over a Unix socket: on Kubernetes, from a container without any Secret.
+"""Rewards from another process, over a Unix socket: on Kubernetes, from a container without any Secret.
 
-A client is used as the pools of a job are. A connection begins with the server's word whether its functions are
-loaded; then samples come, those of one prompt together where they are scored so, with a number, and their results go
-back with it.
+The client has the same interface as the pools of a job. The server starts a connection with a greeting, which contains
+whether its functions are loaded. The client then sends numbered requests with samples (all samples of one prompt, if
+the function takes groups), and the server replies to each number with the results.
 
-Invariants: samples are sent again once where their connection breaks, and have failed where that one breaks too; a
-server that says nothing while samples are open is given up after a bounded time.
+Invariants: samples are sent a second time if their connection breaks; if the second connection breaks, too, they fail.
+The client gives up a server that does not reply for a bounded time while samples are open.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ _RETRY_S: Final = 0.2
 _OWNER_ONLY: Final = 0o600
 _TRIES: Final = 2
 _SILENT_TURNS: Final = 4
-"""At least one call is over in the time that it may take, unless all processes are new; one may be made again."""
+"""Deadlines of a call after which a silent server is given up: a call may be repeated, and may wait for another one."""
 
 
 class Rewards(Protocol):
-    """Scorer of samples: pools here, or a client of those beside this process."""
+    """Scorer of samples: pools of this process, or a client of a server with such pools."""
 
     @property
     def by_group(self) -> bool:
-        """True where all samples of a prompt have to be scored together; known once started."""
+        """True if all samples of a prompt must be scored together; known after the start."""
         ...
 
     async def start(self) -> None:
-        """Get ready. Raises ManifestError where a function cannot be loaded, DeadlineExceeded, PeerLost."""
+        """Start scoring. Raises ManifestError if a function cannot be loaded, DeadlineExceeded, PeerLost."""
 
     async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
-        """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
+        """Score samples (all of one prompt if ``by_group``). Errors of the functions are returned as failures."""
         ...
 
     async def close(self) -> None:
-        """End it; samples that are being scored fail as ``died``."""
+        """Stop scoring; samples that are being scored fail as ``died``."""
 
 
 def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, within_s: float) -> Rewards:
-    """Return what scores for a manifest: at the socket that the substrate names, else in processes of this one.
+    """Return the scorer for a manifest: a client of the socket that the substrate names, otherwise local processes.
 
-    workdir: the job's folder; run: the run's own, which is hidden from the function; within_s: how long a process
-    beside this one may take until it listens.
+    workdir: the job's folder; run: the folder of the run, which is hidden from the function; within_s: seconds within
+    which the server must listen.
     """
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
@@ -75,14 +75,14 @@ def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, wi
 
 
 def silence_of(spec: RewardSpec, *, timeout_s: float) -> float:
-    """Return how many seconds a server may say nothing whose calls take at most ``timeout_s``."""
+    """Return the seconds for which a server may be silent if a call takes at most ``timeout_s``."""
     return _SILENT_TURNS * timeout_s + spec.start_seconds
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame of a connection.
 
-    failure: why there is no function to score with, "" where there is; by_group: as ``Rewards`` says it.
+    failure: the reason why the functions could not be loaded, "" if they were; by_group: see ``Rewards``.
     """
 
     failure: str = ""
@@ -90,21 +90,21 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples to score."""
+    """Request with samples to score."""
 
     number: int
     examples: list[Example]
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Their results, in order."""
+    """Reply with the results of a request's samples, in order."""
 
     number: int
     results: list[RewardResult]
 
 
 class RewardServer:
-    """Serves ``rewards`` at ``path``, to processes of this user."""
+    """Server of ``rewards`` at the socket ``path``, for processes of the same user."""
 
     def __init__(self, rewards: Rewards, *, path: Path) -> None:
         self._rewards = rewards
@@ -114,7 +114,7 @@ class RewardServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Load the functions, then listen. One that cannot be loaded is reported to every client."""
+        """Load the functions, then listen. The greeting reports a function that cannot be loaded to every client."""
         try:
             await self._rewards.start()
             self._greeting = Greeting(by_group=self._rewards.by_group)
@@ -129,7 +129,7 @@ class RewardServer:
             os.umask(before)
 
     async def close(self) -> None:
-        """Hang up, and end what scores."""
+        """Close all connections, and stop scoring."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -139,33 +139,33 @@ class RewardServer:
         await self._rewards.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        self._connections.add(me)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
         try:
             async with asyncio.TaskGroup() as scoring:
                 writer.write(frame(self._greeting))
                 while True:
-                    asked = await _read(reader, ScoreRequest)
-                    scoring.create_task(self._score(asked, writer))
+                    request = await _read(reader, ScoreRequest)
+                    scoring.create_task(self._score(request, writer))
         except* (asyncio.IncompleteReadError, ConnectionError):
-            log.info("the rollout has hung up")
+            log.info("the client has closed its connection")
         except* (msgspec.DecodeError, PeerLost) as group:
-            log.warning("hanging up on a client: %s", group.exceptions[0])
+            log.warning("closing the connection of a client that sent invalid data: %s", group.exceptions[0])
         finally:
-            self._connections.discard(me)
+            self._connections.discard(task)
             writer.close()
 
-    async def _score(self, asked: ScoreRequest, writer: asyncio.StreamWriter) -> None:
-        results = await self._rewards.score(asked.examples)
-        writer.write(frame(ScoreReply(number=asked.number, results=results)))
+    async def _score(self, request: ScoreRequest, writer: asyncio.StreamWriter) -> None:
+        results = await self._rewards.score(request.examples)
+        writer.write(frame(ScoreReply(number=request.number, results=results)))
 
 
 class RewardClient:
-    """Scores at a server, as ``WeightedRewards`` does here.
+    """Scorer that sends samples to a ``RewardServer``.
 
-    path: the server's socket; start_timeout_s: how long the server may take until it listens; silence_s: how long it
-    may say nothing while samples are open.
+    path: the server's socket; start_timeout_s: seconds within which the server must listen; silence_s: seconds for
+    which the server may be silent while samples are open.
     """
 
     def __init__(self, path: Path, *, start_timeout_s: float, silence_s: float) -> None:
@@ -178,15 +178,15 @@ class RewardClient:
 
     @property
     def by_group(self) -> bool:
-        """True where the server says so; known once started."""
+        """True if the server's functions take groups; known after the start."""
         return self._by_group
 
     async def start(self) -> None:
-        """Connect. Raises ManifestError where the server cannot load its functions, DeadlineExceeded, PeerLost."""
+        """Connect. Raises ManifestError if the server cannot load its functions, DeadlineExceeded, PeerLost."""
         await self._connected()
 
     async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
-        """Score samples; never raises for what the functions or the server do."""
+        """Score samples. Errors of the functions and of the server are returned as failures."""
         why = ""
         for _ in range(_TRIES):
             try:
@@ -198,7 +198,7 @@ class RewardClient:
         return [RewardResult(value=0.0, failure="died", detail=why)] * len(examples)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             await self._connection.close()
 
@@ -212,12 +212,12 @@ class RewardClient:
                     greeting = await _read(reader, Greeting)
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"nothing scores there after {self._start_timeout_s:g} s",
+                    f"no reward server answered within {self._start_timeout_s:g} s",
                     where=str(self._path),
-                    hint="The log of the container `rewards` says why.",
+                    hint="See the log of the container `rewards`",
                 ) from None
             except (asyncio.IncompleteReadError, ConnectionError) as error:
-                raise PeerLost("it hung up at once", where=str(self._path)) from error
+                raise PeerLost("the server closed the connection immediately", where=str(self._path)) from error
             if greeting.failure:
                 writer.close()
                 raise ManifestError(greeting.failure)
@@ -234,7 +234,7 @@ class RewardClient:
 
 
 class _Connection:
-    """One connection to a server. over: it can be asked no more."""
+    """One connection to a server. over: whether it has ended."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, silence_s: float, where: str
@@ -246,29 +246,29 @@ class _Connection:
         self._where = where
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Future[list[RewardResult]]] = {}
-        self._heard = 0.0
+        self._last_reply = 0.0
         self._listening = asyncio.create_task(self._listen())
 
     async def ask(self, examples: Sequence[Example]) -> list[RewardResult]:
-        """Score examples. Raises PeerLost, ValueError where they cannot be sent."""
+        """Score examples. Raises PeerLost, and ValueError if they cannot be sent."""
         number = next(self._numbers)
         message = frame(ScoreRequest(number=number, examples=list(examples)))
         if not self._open:
-            self._heard = time.monotonic()
+            self._last_reply = time.monotonic()
         answer: asyncio.Future[list[RewardResult]] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
             self._writer.write(message)
             while not answer.done():
                 await asyncio.wait([answer], timeout=self._silence_s / 4)
-                if not answer.done() and time.monotonic() - self._heard > self._silence_s:
-                    self._end(f"the process that scores has said nothing for {self._silence_s:g} s")
+                if not answer.done() and time.monotonic() - self._last_reply > self._silence_s:
+                    self._end(f"the reward server has not replied for {self._silence_s:g} s")
             return answer.result()
         finally:
             self._open.pop(number, None)
 
     async def close(self) -> None:
-        """Hang up; what is open fails."""
+        """Close the connection; open requests fail."""
         self._end("the connection was closed")
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
@@ -276,12 +276,12 @@ class _Connection:
     async def _listen(self) -> None:
         try:
             while True:
-                told = await _read(self._reader, ScoreReply)
-                self._heard = time.monotonic()
-                if (answer := self._open.get(told.number)) is not None and not answer.done():
-                    answer.set_result(told.results)
+                reply = await _read(self._reader, ScoreReply)
+                self._last_reply = time.monotonic()
+                if (answer := self._open.get(reply.number)) is not None and not answer.done():
+                    answer.set_result(reply.results)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._end("the process that scores has hung up")
+            self._end("the reward server has closed the connection")
         except (msgspec.DecodeError, PeerLost) as error:
             self._end(str(error))
 
@@ -296,12 +296,12 @@ class _Connection:
 async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MAX_FRAME:
-        raise PeerLost(f"a frame of {length} bytes was announced")
+        raise PeerLost(f"the peer announced a frame of {length} bytes, more than {MAX_FRAME}")
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
 
 
 def serve(scorers: Mapping[Path, Rewards]) -> None:
-    """Have each of ``scorers`` score at the Unix socket that is its key, until SIGTERM or SIGINT."""
+    """Serve each of ``scorers`` at the Unix socket that is its key, until SIGTERM or SIGINT."""
     setup_logging("rewards", 0)
     asyncio.run(_serve([RewardServer(rewards, path=path) for path, rewards in scorers.items()]))
 

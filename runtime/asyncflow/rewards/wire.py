@@ -1,7 +1,7 @@
 """Messages between a pool and a reward process: length-prefixed msgpack over its standard input and output.
 
-Invariants: a frame is a 4-byte big-endian length and that many bytes, at most MAX_FRAME; a process says one thing for
-each thing that it is told, with the nonce of that.
+Invariants: a frame is a 4-byte big-endian length, followed by that number of bytes, at most MAX_FRAME. A process sends
+one answer to each message, with the nonce of the message.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from asyncflow.rewards.sandbox import Sandbox
 MAX_FRAME = 64 << 20
 MAX_ANSWER = 8 << 20
 MOST_DETAILS = 2048
-"""``api.rewards.MOST_DETAILS``, which a reward process does not import."""
+"""Copy of ``api.rewards.MOST_DETAILS``, since a reward process does not import ``api``."""
 _MOST_DETAIL = 1900
-"""Characters of a failed reward's traceback, its end, that travel with the sample."""
+"""Last characters of a failure's detail, e.g. a traceback, that are stored with the sample."""
 COMPONENT = "reward/"
-"""Tags that begin so hold the value of the component of the reward that is named behind."""
+"""Prefix of tags with the value of one component of the reward; the name of the component follows."""
 TURN_REWARDS = "turn_rewards"
-"""Tag that holds the rewards of the model's turns, a JSON list of numbers."""
+"""Tag with the rewards of the model's turns, a JSON list of numbers."""
 LENGTH = struct.Struct(">I")
 
 Failure = Literal["timeout", "raised", "invalid", "out_of_range", "died", "incomplete"]
-"""Why a sample has no reward: no answer in time, an exception, no finite number, a number that the manifest does not
-allow, a process that ended or broke the protocol, or a function over whole groups and a group that is not whole."""
+"""Reason why a sample has no reward: no answer in time (timeout), an exception (raised), not a finite number (invalid),
+a number outside the manifest's bounds (out_of_range), a process that ended or violated the protocol (died), or an
+incomplete group for a function over groups (incomplete)."""
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 Takes = Literal["sample", "batch", "group"]
-"""What a function is called with: one sample, samples of any prompts, or all samples of one prompt."""
+"""Samples of one call of a function: one sample, samples of any prompts, or all samples of one prompt."""
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """Sample to score: the prompt's question, the response's text, the source's answer and meta (JSON values).
+    """Sample to score: the prompt's question, the text of the response, the source's answer and meta (JSON values).
 
-    length: tokens of the response, that which ends it included; transcript: turns of the model and observations so far,
-    in order, of which the response is the last.
+    length: tokens of the response, including the end token; transcript: all turns of the model and observations, in
+    order; the response is the last.
     """
 
     prompt: str
@@ -51,7 +52,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, prompt: Prompt, transcript: list[Message], *, length: int) -> Self:
-        """Make it of a prompt and the turns that answer it."""
+        """Return the sample of a prompt and the turns that answer it."""
         return cls(
             prompt=prompt.question,
             response=transcript[-1].content,
@@ -63,15 +64,15 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def turns(self) -> int:
-        """Turns of the model, at least 1."""
+        """Number of the model's turns, at least 1."""
         return max(1, sum(turn.role == MODEL for turn in self.transcript))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that a process is told: what to load, and how to restrict itself before.
+    """The first message to a process: the function to load, and the sandbox to enter before.
 
-    config: the function's settings, None where the manifest has none; device: torch's name of that which it computes
-    with; share: part of the device's memory that it may use.
+    config: the function's settings, None if the manifest has none; device: torch's name of the device; share: part of
+    the device's memory that it may use.
     """
 
     nonce: bytes
@@ -86,12 +87,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments of a class, by name, that say where its object computes, and on what."""
+        """The optional constructor arguments of a class: device, share of the device, and extractor."""
         return {"device": self.device, "share": self.share, "extractor": self.extractor}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of one call of the function, which may take so many seconds."""
+    """Samples of one call of the function. seconds: time that the call may take."""
 
     nonce: bytes
     examples: list[Example]
@@ -99,12 +100,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a function for one sample.
+    """The result of a function for one sample.
 
-    value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: a line about that, or
-    the traceback of what was raised; details: what the function said beside its reward, a JSON object, or nothing;
-    turns: the rewards of the model's turns, whose sum is ``value``, [] where there are none; text: the answer of an
-    environment, None where the episode ends.
+    value: a finite number, 0 after a failure; failure: the reason why there is no value, "" if there is one; detail: a
+    description of the failure, or a traceback; details: the function's details, a JSON object or nothing; turns: the
+    rewards of the model's turns, whose sum is ``value``, [] if there are none; text: the answer of an environment, None
+    at the end of the episode.
     """
 
     value: float = 0.0
@@ -116,10 +117,10 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the process: a score for each sample, or why the call as a whole has none.
+    """Answer of the process: a score for each sample, or the failure of the whole call.
 
-    To ``Load`` it answers with why the function cannot be loaded, or how it is called. takes: what it is called with;
-    concurrent: whether many calls may be under way; unrestricted: what the sandbox lacks.
+    In the answer to ``Load``, failure: the reason why the function cannot be loaded; takes: the kind of its calls;
+    concurrent: whether several calls may run at the same time; unrestricted: restrictions that the kernel lacks.
     """
 
     nonce: bytes
@@ -132,11 +133,11 @@ class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome for one sample.
+    """The reward of one sample.
 
-    value: finite, 0 where there is none; failure, detail: as in ``Score``; components: the values of the named
-    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes; turns: the rewards of the
-    model's turns, [] where all of it is for the last; text: as in ``Score``.
+    value: a finite number, 0 after a failure; failure, detail, text: as in ``Score``; components: the values of the
+    named components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes; turns: the rewards of
+    the model's turns, [] if the whole reward is for the last turn.
     """
 
     value: float
@@ -148,16 +149,17 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
 
     @classmethod
-    def incomplete(cls, there: int, *, size: int) -> Self:
-        """Return the outcome where only ``there`` of the ``size`` samples of a group came that is judged whole."""
-        return cls(value=0.0, failure="incomplete", detail=f"{there} of {size} samples of its prompt are here")
+    def incomplete(cls, count: int, *, size: int) -> Self:
+        """Return the failure of a sample whose group has only ``count`` of its ``size`` samples."""
+        detail = f"the function needs all samples of a prompt, but only {count} of {size} are available"
+        return cls(value=0.0, failure="incomplete", detail=detail)
 
     @property
     def tags(self) -> dict[str, float | str]:
-        """The tags by which a sample says it, so that counting and advantages need no fetch.
+        """The tags of the sample, so that counts and advantages need no fetch of columns.
 
-        failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
-        component, where it has one; ``TURN_REWARDS``: those of the turns, where they have some.
+        reward: the value; failure, detail: the reason for a failure, if any; ``COMPONENT`` and a name: the value of a
+        component; ``TURN_REWARDS``: the rewards of turns, if any.
         """
         failure = {"failure": self.failure, "detail": self.detail[-_MOST_DETAIL:]} if self.failure else {}
         return {
@@ -169,12 +171,12 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return the frame of ``message``. Raises ValueError where it is too large or holds what msgpack cannot say."""
+    """Return the frame of ``message``. Raises ValueError if it is too large or msgpack cannot encode it."""
     try:
         body = msgspec.msgpack.encode(message)
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     if len(body) > MAX_FRAME:
-        message_size = f"an example of {len(body)} bytes is more than {MAX_FRAME}"
-        raise ValueError(message_size)
+        what = f"a message of {len(body)} bytes is larger than {MAX_FRAME} bytes"
+        raise ValueError(what)
     return LENGTH.pack(len(body)) + body
