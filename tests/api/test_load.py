@@ -333,7 +333,10 @@ def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
         (f"{MINIMAL}---{MINIMAL}", "a second document"),
         (f"{NAMES}---\n", "an empty document"),
         (f"{NAMES}---{SHARED.replace('keep: 5', 'keep: 0')}", r"spec.keep = 0 \(line 16\): is too small"),
-        (f"{NAMES}---{SHARED.replace('keep: 5', 'stagger: 2')}", r"spec.stagger = 2 \(line 16\): stagger limits"),
+        (
+            f"{NAMES}---{SHARED.replace('keep: 5', 'stagger: 2')}",
+            r"spec.stagger = 2 \(line 16\): stagger has an effect",
+        ),
     ],
 )
 def test_other_documents_beside_a_job_are_refused(text: str, reason: str) -> None:

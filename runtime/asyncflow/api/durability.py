@@ -167,7 +167,7 @@ class LimitsSpec(Spec):
     start_seconds: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Seconds that a role may take from start to ready."""
     stall_seconds: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
-    """Seconds without a step after which the job counts as stalled and reports what it waits for. A trainer rank waits
+    """Most seconds without a step before the job counts as stalled and reports what it waits for. A trainer rank waits
     as long for another rank, and longer while a checkpoint is being written and makes progress."""
     stop_seconds: Annotated[float, Field(gt=0, le=3600)] = 8.0
     """Seconds that roles have to shut down before they are killed."""

@@ -298,7 +298,7 @@ class RLJobSpec(Spec):
             reads=("weight_sync.stagger", "schedule.update"),
             ok=lambda job: job.weight_sync.stagger is None or job.schedule.update == "staggered",
             cel="!has(self.weightSync.stagger) || (has(self.schedule.update) && self.schedule.update == 'staggered')",
-            why="stagger limits the update staggered only",
+            why="stagger has an effect with update: staggered only",
             fix="Set schedule.update: staggered, or remove stagger",
         ),
         Rule(
@@ -329,7 +329,7 @@ class RLJobSpec(Spec):
             reads=("algorithm.filter_zero_variance", "schedule.deterministic"),
             ok=lambda job: job.algorithm.filter_zero_variance != "drop" or not job.schedule.deterministic,
             cel="self.algorithm.filterZeroVariance != 'drop' || !self.schedule.deterministic",
-            why="the prompts that replace dropped groups depend on arrival times",
+            why="the prompts that replace dropped groups depend on arrival times, so the run is not deterministic",
             fix="Set filterZeroVariance: keep, or schedule.deterministic: false",
         ),
         Rule(

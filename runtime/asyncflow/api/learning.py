@@ -73,7 +73,7 @@ class TrainDataSpec(Spec):
             ok=lambda data: data.template is None or "{question}" in data.template,
             cel="!has(self.template) || self.template.contains('{question}')",
             why="the template does not contain the question",
-            fix="Write {question} into it",
+            fix="Add {question} to it",
         ),
     )
 
@@ -304,7 +304,7 @@ class AlgorithmSpec(Spec):
             reads=("final_learning_rate", "learning_rate_curve"),
             ok=lambda algorithm: algorithm.final_learning_rate == 0 or algorithm.learning_rate_curve != "constant",
             cel="self.finalLearningRate == 0.0 || self.learningRateCurve != 'constant'",
-            why="the learning rate is constant",
+            why="with learningRateCurve: constant the learning rate does not fall",
             fix="Set learningRateCurve: linear or cosine, or remove finalLearningRate",
         ),
     )

@@ -278,7 +278,7 @@ class AcceleratorSpec(Spec):
             reads=("share", "count"),
             ok=lambda accelerator: accelerator.share == 1 or accelerator.count == 1,
             cel="self.share == 1.0 || self.count == 1",
-            why="share divides a single device",
+            why="share is a part of exactly one device",
             fix="Set count: 1, or remove share",
         ),
     )

@@ -150,7 +150,7 @@ class ScheduleSpec(Spec):
             reads=("sync_every", "swap_at"),
             ok=lambda schedule: schedule.swap_at != "quota" or schedule.sync_every == 1,
             cel="self.swapAt != 'quota' || self.syncEvery == 1",
-            why="with swapAt: quota each step needs the version of an earlier step",
+            why="with swapAt: quota every step needs a new version, so each step must publish one",
             fix="Set syncEvery: 1, or mode: async with swapAt: sequence",
         ),
         Rule(
@@ -173,7 +173,7 @@ class ScheduleSpec(Spec):
                 schedule.fill == "order" or (schedule.swap_at != "quota" and not schedule.deterministic)
             ),
             cel="self.fill == 'order' || (self.swapAt != 'quota' && !self.deterministic)",
-            why="with fill: completion the samples of step k depend on arrival times, not on k alone",
+            why="with fill: completion samples of a step depend on arrival times; quota and deterministic forbid it",
             fix="Set swapAt: sequence or token and deterministic: false, or fill: order",
         ),
         Rule(

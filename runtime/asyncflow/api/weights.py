@@ -73,7 +73,7 @@ class WeightsSpec(Spec):
             reads=("bandwidth",),
             ok=lambda weights: weights.bandwidth is None or weights.bandwidth.bytes >= _LEAST_BANDWIDTH,
             cel="!has(self.bandwidth) || quantity(string(self.bandwidth)).compareTo(quantity('1Mi')) >= 0",
-            why="receivers would give up so slow a holder as dead",
+            why="receivers would treat such a slow holder as dead",
             fix="Set bytes per second with a unit, 1Mi or more, e.g. 100Mi",
         ),
         Rule(
@@ -209,21 +209,21 @@ class SyncSpec(WeightsSpec):
             reads=("publisher", "follower", "source"),
             ok=lambda sync: sync.publishes is not None or (sync.publisher, sync.follower) == (None, None),
             cel="(has(self.source) && has(self.source.model)) || !(has(self.publisher) || has(self.follower))",
-            why="publisher and follower describe processes that only source.model needs",
+            why="publisher and follower have an effect with source.model only",
             fix="Set source.model, or remove publisher and follower",
         ),
         Rule(
             reads=("update", "source"),
             ok=lambda sync: sync.update is None or sync.source is not None,
             cel="!has(self.update) || has(self.source)",
-            why="without a source it is for a job, whose schedule.update determines this",
+            why="without source, schedule.update of the job determines how rollouts change weights",
             fix="Set schedule.update of the job, or set source",
         ),
         Rule(
             reads=("stagger", "update", "source"),
             ok=lambda sync: sync.stagger is None or sync.source is None or sync.update == "staggered",
             cel="!has(self.stagger) || !has(self.source) || (has(self.update) && self.update == 'staggered')",
-            why="stagger limits the update staggered only",
+            why="stagger has an effect with update: staggered only",
             fix="Set update: staggered, or remove stagger",
         ),
     )
