@@ -175,7 +175,7 @@ class RLJobSpec(Spec):
             reads=("tasks", "trainer.external"),
             ok=lambda job: job.trainer.external or not job.own_tasks,
             cel="self.trainer.external || !has(self.tasks) || self.tasks.all(t, has(t.function))",
-            why="a task without a function needs your own process, which joins as the trainer",
+            why="a task without a function needs your own process, which joins like an external trainer",
             fix="Set trainer.external: true, or set the function of the task",
         ),
         Rule(
