@@ -1,1 +1,1 @@
-"""The operator of AsyncFlow: watches RLJob, TransferQueue and WeightSync, and places their roles as pods."""
+"""The operator of AsyncFlow: watches RLJobs, TransferQueues and WeightSyncs, and runs their roles as pods."""

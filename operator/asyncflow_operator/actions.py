@@ -1,8 +1,8 @@
-"""Actions of the operator, as data: the answer of ``decide``, carried out by ``cluster``.
+"""Actions of the operator as data: the result of ``decide``, carried out by ``cluster``.
 
-Invariant: carrying out a plan twice changes nothing the second time. The status is written first, so that what was
-counted (a failure, an attempt) is on record before what it was counted from is deleted. Only that a Secret was written
-is put on record afterwards.
+Invariant: carrying out a plan a second time changes nothing. The status is written first, so that a counted failure or
+attempt is recorded before the pod from which it was counted is deleted. Only the fact that a Secret was written is
+recorded afterwards.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncflow_operator.observed import Manifest, Ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Make the object ``manifest``, or change the one that is the owner's. It carries its digest as an annotation.
+    """Creation of the object ``manifest``, or its change if the owner already has it. Its digest is an annotation.
 
-    needs: objects made by the same plan without which this one must not be made.
+    needs: objects of the same plan that must exist before this one is created.
     """
 
     manifest: Manifest
@@ -33,7 +33,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """Delete ``ref`` if it still has this uid. why: in words; grace_s: None leaves the object's own."""
+    """Deletion of ``ref`` if it still has this UID. why: the reason in words; grace_s: None keeps the object's own."""
 
     ref: Ref
     uid: str
@@ -43,7 +43,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Leave a pod, if it still has this uid, no other scheduling gates and finalizers than these; None: as they are."""
+    """Replacement of a pod's scheduling gates and finalizers if it still has this UID; None leaves them unchanged."""
 
     ref: Ref
     uid: str
@@ -53,7 +53,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Write parts of the status of ``ref``, if it still is at this resource version: null removes one."""
+    """Write of parts of the status of ``ref`` if it still has this resource version; null removes a part."""
 
     ref: Ref
     version: str
@@ -62,14 +62,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverOrder:
-    """POST ``path`` to the job's driver, as the job's operator; the same order twice is one order."""
+    """POST request of ``path`` to the job's driver, with the operator's certificate; a repeated order has no effect."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A Kubernetes event about the owner, on a transition; the same one again only counts up."""
+    """A Kubernetes event about the owner, on a transition; repeating the same event only increases its count."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -81,11 +81,13 @@ Action: TypeAlias = Apply | Delete | Release | Report | DriverOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Actions to take now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
+    """Actions to take now, in order: the write of ``status`` (None: unchanged), each stage in turn, then the notes.
 
-    The actions of a stage are independent of each other, and those of a later one need no more than they say.
-    again_in_s: when to reconcile again though nothing was seen to change; None: only when something is. records: what
-    the status says once an object has been written, in its field ``secrets``; after: the status that this is added to.
+    The actions of a stage are independent of each other. An action of a later stage depends only on its ``needs``.
+
+    again_in_s: when to reconcile again without an observed change; None: only after a change.
+    records: entries to add to the field ``secrets`` of the status once an object has been written, by object.
+    after: the status to which these entries are added.
     """
 
     status: Manifest | None = None
@@ -96,7 +98,7 @@ class Plan:
     after: Manifest | None = None
 
     def recorded(self, written: Collection[Ref]) -> Manifest | None:
-        """Return the status to write once these objects have been written, None where that changes nothing."""
+        """Return the status to write after these objects have been written, None if it does not change."""
         records = {key: value for ref in written for key, value in self.records.get(ref, {}).items()}
         if self.after is None or not records:
             return None

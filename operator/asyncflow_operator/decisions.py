@@ -1,14 +1,14 @@
-"""The decision log: what was seen, what was decided and what came of it, as lines of JSON in a ring of bounded size.
+"""The decision log: observations, decisions and their results as JSON lines, in two files of bounded size.
 
-    FOLDER/decisions.jsonl      the newest
-    FOLDER/decisions.1.jsonl    those before: when both are over the limit, this file is dropped
+    FOLDER/decisions.jsonl      the newest lines
+    FOLDER/decisions.1.jsonl    the lines before; replaced when decisions.jsonl reaches half of the limit
 
-Only what did something is written: a plan with actions or events. An observation that is the same as that of the line
-before about the same object is written once, and named by its digest afterwards.
+Only plans with actions or events are written. If the observation equals that of the previous line about the same
+object, the line names it by its digest instead of repeating it.
 
-Invariants: the two files together never exceed the limit; no secret is in them (``encoding``, and the contents of what
-is applied are left out); a line whose observation lies in another file is none, so each file can be read alone; a disk
-that fails costs lines, and stops nothing.
+Invariants: the two files together never exceed the limit. They contain no secret: ``encoding`` replaces secrets, and
+the contents of applied objects are left out. Each file can be read on its own, because a line never refers to an
+observation in the other file. A failing disk loses lines but stops nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """Writer of the log in ``folder``, of at most ``limit`` bytes. key: of fingerprints; settings: of the operator that
-    shape its decisions.
+    """Writer of the log in ``folder``, of at most ``limit`` bytes.
+
+    key: the key of fingerprints; settings: the operator's settings on which its decisions depend.
     """
 
     def __init__(self, folder: Path, *, limit: int, key: bytes, settings: Mapping[str, Any]) -> None:
@@ -59,10 +60,11 @@ class DecisionLog:
         denied: Collection[Denial] = (),
         errors: Iterable[str] = (),
     ) -> None:
-        """Write a decision that did something.
+        """Write a decision if its plan has actions or events.
 
-        left: objects that were left alone, because they could not be written before; denied, errors: what was refused
-        now or met a failure of the server, and what else failed.
+        left: objects that were not retried yet after an earlier refusal.
+        denied: objects that the server refused now, or at which it failed.
+        errors: all other failures.
         """
         if not any(plan.stages) and not plan.notes:
             return
@@ -114,7 +116,7 @@ def _encoded(line: Manifest) -> bytes:
 
 
 def outline(plan: Plan) -> Manifest:
-    """Return a plan as JSON: what is done to which object and why, without what is applied."""
+    """Return a plan as JSON: its actions with objects and reasons, without the contents of applied objects."""
     outlined = {
         "status": plan.status,
         "stages": [[_outline(action) for action in stage] for stage in plan.stages],
@@ -149,9 +151,9 @@ def _bare(ref: Ref) -> str:
 
 
 def read_decisions(files: Sequence[Path]) -> Iterator[Manifest]:
-    """Yield the lines of files, each with its observation as ``state``, in order; a line that was cut off is left out.
+    """Yield the lines of files in order, each with its observation as ``state``; truncated lines are skipped.
 
-    Raises OSError where a file cannot be read, ValueError where a line is of another format.
+    Raises OSError if a file cannot be read, and ValueError if a line has another format.
     """
     for path in files:
         states: dict[tuple[str, ...], tuple[str, Any]] = {}
@@ -171,5 +173,5 @@ def read_decisions(files: Sequence[Path]) -> Iterator[Manifest]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of a log that are there, the older first."""
+    """Return the existing files of a log, the older first."""
     return [path for path in (folder / OLDER, folder / NEWEST) if path.is_file()]

@@ -1,9 +1,9 @@
 """Polling of the jobs' drivers in the background, and orders to them.
 
-Invariant: a reconcile never waits for a driver, neither for its status nor for an order to it. A driver is code of a
-tenant: it is asked one thing at a time, its answer may be as large as a job with its rollouts needs and no larger, and
-drivers that answer slowly share slots of their own, so that they delay none that answers at once. A driver that
-does not answer is asked less often, and never dropped.
+Invariants: a reconcile never waits for a driver, neither for its status nor for an order. A driver runs code of a
+tenant, so it gets one request at a time, its answer is limited to the size that a job with its rollouts needs, and slow
+drivers share separate slots so that they do not delay fast ones. A driver that does not answer is polled less often,
+but never dropped.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from asyncflow_operator.observed import DriverProbe, Owner
 from asyncflow_operator.worklist import backoff
 
 LEADERS: Final = ("driver", PUBLISHER)
-"""Roles that answer ``GET /v1/status``: a publisher does as a driver, with what it knows of versions."""
+"""Roles that answer ``GET /v1/status``. A publisher answers like a driver, with the state of its versions."""
 AT_ONCE: Final = 32
-"""Exchanges under way at a time with drivers that answer at once, and as many with all others."""
+"""Concurrent exchanges with fast drivers, and the same number with slow ones."""
 FAST_S: Final = 0.5
-"""A driver answers at once that has taken no longer for ``PROVEN_S`` seconds."""
+"""A driver is fast if it has been known for ``PROVEN_S`` seconds and no exchange since then took longer than this."""
 PROVEN_S: Final = 60.0
 FAST_ANSWER_S: Final = 1.0
 ANSWER_S: Final = 3.0
-"""Seconds for a whole exchange: with a driver that has answered at once until now, and with any other."""
+"""Seconds for a whole exchange: with a fast driver, and with any other."""
 MATTERS_S: Final = 15.0
-"""Seconds after which a driver's progress counts as a change; its phase and its rollouts do at once."""
+"""Seconds between two reports of a driver's progress; changes of phase and rollouts are reported immediately."""
 ROLLOUT_BYTES: Final = 256
 STATUS_BYTES: Final = 12 * HEAD_BYTES
-"""Bytes of an answer: for each rollout in it, and for all the rest; 2.6 MiB at ``MOST_REPLICAS``."""
+"""Bytes of an answer: for each rollout in it, and for everything else; 2.6 MiB at ``MOST_REPLICAS``."""
 SPARE_ROLLOUTS: Final = 64
 _ORDER_BYTES: Final = 2 * HEAD_BYTES
 _RETRY_S: Final = 2.0
 _LONGEST_RETRY_S: Final = 60.0
-"""Seconds after which a job is reconciled again whose driver did not take an order: twice as many each time."""
+"""Seconds until a job whose driver did not accept an order is reconciled again, doubled with each failure in a row."""
 _LOOK_S: Final = 1.0
-"""Seconds between two readings of which drivers run."""
+"""Seconds between two readings of the list of running drivers."""
 _SLOWEST_S: Final = 30.0
-_REST: Final = 9.0
-"""A driver is left alone for so many times as long as it took to answer."""
-_WORDS: Final = 200
+_PAUSE_FACTOR: Final = 9.0
+"""Shortest pause before the next poll of a driver, in multiples of the time of its last answer."""
+_TEXT_BYTES: Final = 200
 _NONE: Final = DriverProbe()
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningDriver:
-    """A driver that runs. pod: UID of its pod; host: the pod's address; rollouts: pods of rollouts that its job has."""
+    """A running driver. pod: UID of its pod; host: address of the pod; rollouts: number of its job's rollout pods."""
 
     owner: Owner
     pod: str
@@ -72,9 +72,12 @@ class RunningDriver:
 class _Known:
     """Record of one driver.
 
-    due: when to ask it next; slow_at: when it last was slow, or was first seen; rollouts: the most that its job had at
-    a time; orders: paths to POST, in order, and ``ordered`` while there are any; declined: orders in a row that it did
-    not take.
+    due: time of the next poll.
+    slow_at: time of its last slow exchange, or of its first observation.
+    rollouts: largest number of rollouts that its job has had at a time.
+    orders: paths to POST, in order; ``ordered`` is set while there are any.
+    declined: number of orders in a row that it did not accept.
+    reported: the last probe that was reported as a change, at ``reported_at``.
     """
 
     driver: RunningDriver
@@ -93,11 +96,12 @@ class _Known:
 class Drivers:
     """Pollers of all drivers.
 
-    url, control_url: where a job's driver says its status and takes orders, with ``{host}``, ``{namespace}`` and
-    ``{name}``; certificate: returns the files of the operator's certificate for a job; running: returns the drivers
-    that run now: another pod is another driver, of which nothing is known yet; changed: called with each owner of which
-    something has changed; asked: called with the outcome of a question, and its seconds; ordered: called with the
-    outcome of an order.
+    url, control_url: URLs of a driver's status and control service, with ``{host}``, ``{namespace}`` and ``{name}``.
+    certificate: returns the files of the operator's certificate for a job.
+    running: returns the running drivers; a new pod counts as a new driver without a status.
+    changed: called with the owner of each driver that has a change to report or did not accept an order.
+    probed: called with the outcome and the seconds of each status request.
+    ordered: called with the outcome of each order.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Drivers:
         certificate: Callable[[Owner], Mapping[str, bytes]],
         running: Callable[[], Iterable[RunningDriver]],
         changed: Callable[[Owner], None],
-        asked: Callable[[str, float], None] = lambda *_: None,
+        probed: Callable[[str, float], None] = lambda *_: None,
         ordered: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._url = url
@@ -118,22 +122,22 @@ class Drivers:
         self._certificate = certificate
         self._running = running
         self._changed = changed
-        self._asked = asked
+        self._probed = probed
         self._ordered = ordered
         self._known: dict[str, _Known] = {}
         self._fast = asyncio.Semaphore(AT_ONCE)
         self._slow = asyncio.Semaphore(AT_ONCE)
 
     def probe(self, uid: str) -> DriverProbe:
-        """Return the last answer of the driver of the job with this UID."""
+        """Return the last answer of the driver of the job with the UID ``uid``."""
         known = self._known.get(uid)
         return known.probe if known else _NONE
 
     def order(self, owner: Owner, path: str) -> None:
-        """POST ``path`` to the driver soon. Where the driver refuses, the owner is reconciled again after a pause."""
+        """Queue a POST of ``path`` to the driver. If the driver refuses it, ``changed`` is called after a pause."""
         known = self._known.get(owner.uid)
         if known is None:
-            self._order_failed(owner, path, why="no driver is known to run", declined=0)
+            self._order_failed(owner, path, why="no running driver is known", declined=0)
             return
         known.orders[path] = None
         known.ordered.set()
@@ -148,36 +152,36 @@ class Drivers:
                         known.following.cancel()
                         del self._known[uid]
                 for uid, driver in running.items():
-                    known = self._known.get(uid) or self._begin(driver, group)
+                    known = self._known.get(uid) or self._start(driver, group)
                     known.driver = driver
                     known.rollouts = max(known.rollouts, driver.rollouts)
                 await asyncio.sleep(min(_LOOK_S, self._every_s))
 
-    def _begin(self, driver: RunningDriver, group: asyncio.TaskGroup) -> _Known:
+    def _start(self, driver: RunningDriver, group: asyncio.TaskGroup) -> _Known:
         known = _Known(driver, DriverProbe(pod=driver.pod), due=0.0, slow_at=time.monotonic())
         known.following = group.create_task(self._follow(known))
         self._known[driver.owner.uid] = known
         return known
 
     async def _follow(self, known: _Known) -> Never:
-        """Poll one driver whenever it is due, and send its orders at once, as soon as there is a slot for it."""
+        """Poll one driver when it is due, and send its orders immediately; both wait for a free slot."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, known.due - time.monotonic())):
                     await known.ordered.wait()
             fast = time.monotonic() - known.slow_at >= PROVEN_S
             async with self._fast if fast else self._slow:
-                begun = time.monotonic()
+                started = time.monotonic()
                 within_s = FAST_ANSWER_S if fast else ANSWER_S
                 if known.orders:
                     await self._send_order(known, within_s)
                 else:
                     await self._poll(known, within_s)
-                if time.monotonic() - begun > FAST_S:
+                if time.monotonic() - started > FAST_S:
                     known.slow_at = time.monotonic()
 
     async def _send_order(self, known: _Known, within_s: float) -> None:
-        """POST the first order; after one that is not taken, drop the others: a reconciliation orders them again."""
+        """POST the first order. If it is not accepted, drop all orders: the next reconciliation queues them again."""
         owner, path = known.driver.owner, next(iter(known.orders))
         try:
             await self._post(known.driver, path, within_s)
@@ -189,7 +193,7 @@ class Drivers:
             del known.orders[path]
             known.declined = 0
             self._ordered("ok")
-            _log.info("the driver took an order", extra={"object": _name(owner), "target": path})
+            _log.info("the driver accepted an order", extra={"object": _name(owner), "target": path})
         if not known.orders:
             known.ordered.clear()
 
@@ -197,50 +201,50 @@ class Drivers:
         owner = driver.owner
         tls = TlsIdentities(files=self._certificate(owner), peer=ProcessIdentity(owner.uid, "driver", 0).uri)
         url = _at(self._control_url, driver) + path
-        answer = await exchange("POST", url, most=_ORDER_BYTES, within_s=within_s, tls=tls)
+        answer = await exchange("POST", url, limit=_ORDER_BYTES, within_s=within_s, tls=tls)
         if answer.status >= 300:
-            said = answer.body[:_WORDS].decode(errors="replace")
-            raise Refused(f"HTTP {answer.status}: {said}", where=f"POST {url}")
+            text = answer.body[:_TEXT_BYTES].decode(errors="replace")
+            raise Refused(f"HTTP {answer.status}: {text}", where=f"POST {url}")
 
     def _order_failed(self, owner: Owner, path: str, *, why: str, declined: int) -> None:
         self._ordered("failed")
-        _log.warning("the driver did not take an order", extra={"object": _name(owner), "target": path, "why": why})
+        _log.warning("the driver did not accept an order", extra={"object": _name(owner), "target": path, "why": why})
         pause_s = backoff(declined + 1, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
         asyncio.get_running_loop().call_later(pause_s, self._changed, owner)
 
     async def _poll(self, known: _Known, within_s: float) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             status = await self._status(known, within_s)
         except AsyncFlowError as error:
             since = known.probe.failing_since or time.time()
-            words = f"the driver does not answer: {error.what}"
-            known.probe = replace(known.probe, error=words, failing_since=since)
+            message = f"the driver does not answer: {error.what}"
+            known.probe = replace(known.probe, error=message, failing_since=since)
             wait_s = min(_SLOWEST_S, self._every_s + (time.time() - since) / 2)
         else:
             known.probe = DriverProbe(status=status, at=time.time(), pod=known.driver.pod)
             wait_s = self._every_s
         now = time.monotonic()
-        known.due = max(begun + wait_s, now + min(_SLOWEST_S, _REST * (now - begun)))
-        self._asked("failed" if known.probe.error else "ok", now - begun)
+        known.due = max(started + wait_s, now + min(_SLOWEST_S, _PAUSE_FACTOR * (now - started)))
+        self._probed("failed" if known.probe.error else "ok", now - started)
         late = known.probe.status != known.reported.status and now - known.reported_at >= MATTERS_S
         if late or _urgent(known.reported, known.probe):
             known.reported, known.reported_at = known.probe, now
             self._changed(known.driver.owner)
 
     async def _status(self, known: _Known, within_s: float) -> DriverStatus:
-        """Return the driver's status. It knows rollouts that are gone a little longer than the API server."""
+        """Return the driver's status, which may list rollouts whose pods have already been deleted."""
         rollouts = min(2 * known.rollouts + SPARE_ROLLOUTS, MOST_REPLICAS)
-        most = STATUS_BYTES + rollouts * ROLLOUT_BYTES
-        answer = await exchange("GET", f"{_at(self._url, known.driver)}/v1/status", most=most, within_s=within_s)
+        limit = STATUS_BYTES + rollouts * ROLLOUT_BYTES
+        answer = await exchange("GET", f"{_at(self._url, known.driver)}/v1/status", limit=limit, within_s=within_s)
         if answer.status != 200:
             raise ProtocolError(f"HTTP {answer.status}")
         try:
             status = DriverStatus.model_validate_json(answer.body)
         except ValidationError as error:
             wrong = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, wrong["loc"]))
-            raise ProtocolError(f"{place}: {wrong['msg']}"[:_WORDS]) from error
+            path = ".".join(map(str, wrong["loc"]))
+            raise ProtocolError(f"{path}: {wrong['msg']}"[:_TEXT_BYTES]) from error
         if len(status.rollouts) > rollouts:
             raise ProtocolError(f"{len(status.rollouts)} rollouts, of a job that has had {known.rollouts}")
         return status
@@ -256,7 +260,7 @@ def _name(owner: Owner) -> str:
 
 
 def _urgent(reported: DriverProbe, probe: DriverProbe) -> bool:
-    """Return whether something changed that is reported at once: phase, rollouts, an end, or whether it answers."""
+    """Return whether a change must be reported immediately: of phase, attempt, rollouts, or whether it answers."""
     old, new = reported.status, probe.status
     if old is None or new is None:
         return old is not new or reported.error != probe.error

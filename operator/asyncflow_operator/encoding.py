@@ -1,10 +1,11 @@
-"""Observations as JSON, and back: what ``decide`` was given can be kept, and given to it again.
+"""Encoding of observations as JSON and back, so that the input of ``decide`` can be stored and used again.
 
-Secrets in a spec are replaced by fingerprints: values of environment variables, and of options whose names say that
-they are one. Whoever has the master secret can compare a fingerprint with a value; nobody else can guess one.
+Secrets in a spec are replaced by fingerprints: the values of environment variables, and of options whose names mark
+them as secret. A holder of the master secret can compare a fingerprint with a value; without it, a value cannot be
+guessed from its fingerprint.
 
-Invariant: what is decoded equals what was encoded, but for those fingerprints. The defaults of a spec are written out,
-so that it means the same to another version; a view leaves out what is as it usually is.
+Invariants: a decoded observation equals the encoded one, except for the fingerprints. The defaults of a spec are
+written out, so that it means the same to another version; the fields of a view that have their defaults are left out.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from asyncflow_operator.observed import JobState, Manifest, SyncState, TransferQ
 
 State = JobState | TransferQueueState | SyncState
 STATES: Final[dict[str, type[Any]]] = {"RLJob": JobState, "TransferQueue": TransferQueueState, "WeightSync": SyncState}
-"""The states that decisions are made about, by the kind of their owner."""
+"""Types of the states that decisions are made from, by the kind of the owner."""
 
 _SECRET: Final = re.compile(r"(token|password|passwd|secret|credentials?|api_?key)$", re.IGNORECASE)
 _DIGITS: Final = 12
 
 
 class Redactor:
-    """Replaces secrets by fingerprints. key: of the fingerprints. found: whether there was one."""
+    """Replaces secrets by fingerprints, which are keyed with ``key``. found: whether it has replaced any."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -77,11 +78,11 @@ def encode(value: Any, redactor: Redactor) -> Any:
 
 
 def decode(kind: type[Any], value: Any) -> Any:
-    """Return what ``encode`` made ``value`` of, of this type. Raises ValueError where it is not of that shape."""
+    """Return the object of type ``kind`` that ``encode`` wrote as ``value``. Raises ValueError if the shape differs."""
     try:
         return _decode(kind, value)
-    except (TypeError, KeyError, AttributeError) as wrong:
-        raise ValueError(f"no {getattr(kind, '__name__', kind)}: {wrong}") from wrong
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
 
 
 def _decode(kind: Any, value: Any) -> Any:
@@ -104,7 +105,7 @@ def _decode(kind: Any, value: Any) -> Any:
     if kind is float and isinstance(value, int):
         return float(value)
     if not isinstance(value, kind):
-        raise ValueError(f"{value!r} is no {kind.__name__}")
+        raise ValueError(f"{value!r} is not a {kind.__name__}")
     return value
 
 

@@ -1,9 +1,9 @@
-"""Election of the one operator that works, of several: the one that holds the Lease.
+"""Leader election: of several operators, only the holder of the Lease works.
 
-Invariant: this one works only while it has renewed within ``RENEW_WITHIN_S``, which is shorter than the time after
-which another may take over, and a process that was stopped for longer leads no more from the moment it wakes; what it
-cannot renew it has lost, and the process ends. Clocks of two machines are never compared: a Lease is over when it has
-not changed for its duration *here*.
+Invariants: a process leads only while its last renewal is less than ``RENEW_WITHIN_S`` seconds old, which is shorter
+than the time after which another process may take over. A process that was paused for longer therefore no longer leads
+from the moment it resumes. A process that cannot renew the Lease ends. The clocks of two machines are never compared: a
+Lease has expired when this process has seen no change of it for its duration.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        """Return whether this one may write now."""
+        """Return whether this process leads and may write now."""
         return self._holds and self._clock() < self._renewed + RENEW_WITHIN_S
 
     async def acquire(self) -> None:
-        """Wait until this one leads."""
+        """Wait until this process leads."""
         while not await self._try():
             await asyncio.sleep(min(RETRY_S, max(0.1, self._seen_at + DURATION_S - self._clock())))
         self._holds = True
         _log.info("leadership acquired", extra={"lease": f"{self._namespace}/{self._name}", "identity": self._identity})
 
     async def keep(self) -> None:
-        """Renew until it fails for too long; then this one leads no more, and returns."""
+        """Renew the Lease until that fails for too long, then give up the lead and return."""
         while True:
             await asyncio.sleep(RENEW_S)
             while not await self._try():
@@ -67,7 +67,7 @@ class Leader:
                 await asyncio.sleep(RENEW_S / 2)
 
     async def release(self) -> None:
-        """Release the Lease, so that another one takes over at once."""
+        """Release the Lease, so that another process can take over immediately."""
         if not self._holds:
             return
         self._holds = False
@@ -82,16 +82,16 @@ class Leader:
 
     async def _try(self) -> bool:
         """Take or renew the Lease, and return whether this process holds it now."""
-        left = self._renewed + RENEW_WITHIN_S - self._clock() if self._holds else _CALL_S
+        remaining_s = self._renewed + RENEW_WITHIN_S - self._clock() if self._holds else _CALL_S
         try:
-            async with asyncio.timeout(min(_CALL_S, left)):
+            async with asyncio.timeout(min(_CALL_S, remaining_s)):
                 return await self._take()
         except (ApiError, TimeoutError) as error:
             _log.warning("could not take or renew the lease", extra={"why": str(error) or "no answer"})
             return False
 
     async def _take(self) -> bool:
-        begun = self._clock()
+        started = self._clock()
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except Refusal as refused:
@@ -99,18 +99,18 @@ class Leader:
                 raise
             meta = {"name": self._name, "namespace": self._namespace}
             lease = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": {}}
-            return await self._write(lease, begun, new=True)
+            return await self._write(lease, started, new=True)
         spec = lease.setdefault("spec", {})
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         if record != self._seen:
             self._seen, self._seen_at = record, self._clock()
         holder = spec.get("holderIdentity")
-        over = self._clock() - self._seen_at >= float(spec.get("leaseDurationSeconds") or DURATION_S)
-        if holder in (None, "", self._identity) or over:
-            return await self._write(lease, begun, new=False)
+        expired = self._clock() - self._seen_at >= float(spec.get("leaseDurationSeconds") or DURATION_S)
+        if holder in (None, "", self._identity) or expired:
+            return await self._write(lease, started, new=False)
         return False
 
-    async def _write(self, lease: Json, begun: float, *, new: bool) -> bool:
+    async def _write(self, lease: Json, started: float, *, new: bool) -> bool:
         spec = lease["spec"]
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         if spec.get("holderIdentity") != self._identity:
@@ -126,5 +126,5 @@ class Leader:
             if not refused.conflict:
                 raise
             return False
-        self._renewed = begun
+        self._renewed = started
         return True

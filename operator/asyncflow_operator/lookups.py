@@ -1,10 +1,10 @@
-"""Objects of the cluster that the operator reads in the background: what jobs refer to, and the free capacity of nodes.
+"""Background reads of cluster-scoped objects: the objects that jobs refer to, and the free capacity of nodes.
 
-Invariants: an object that no job asks for is neither read nor remembered; one that is asked for is read again now and
-then, and the reconciliation of a job never waits for it. Nodes are listed only while a pod waits for a place, and at
-most once a minute: this is the one list of all nodes and pods of the cluster, and only an operator of the whole cluster
-may read it. Of each object only what is counted is kept, and few are in memory at a time: a Node is some 20 KB, and a
-cluster has thousands.
+Invariants: an object that no job requests is neither read nor kept. A requested object is read again periodically, and
+the reconciliation of a job never waits for it. Nodes are listed only while a pod is unschedulable, and at most once a
+minute: this is the only list of all nodes and pods of the cluster, and only an operator of the whole cluster may read
+it. Only the needed figures of each object are kept, and few objects are in memory at a time: a Node has about 20 KB,
+and a cluster has thousands.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Json = Mapping[str, Any]
 EVERY_S: Final = 60.0
 _NODES_CHECK_S: Final = 2.0
 _PAGE: Final = 100
-"""Objects that are read at a time."""
+"""Number of objects in one page of a list."""
 _ALIVE: Final = "status.phase!=Succeeded,status.phase!=Failed"
 
 FRESH_S: Final = 60.0
 """Seconds after which an object is read again."""
 RETRY_S: Final = 5.0
-"""Seconds after which an object that could not be read is tried again."""
+"""Seconds after which an object that could not be read is read again."""
 _CHECK_S: Final = 0.5
 _KINDS: Final = {kind.name: kind for kind in REFERRED}
 _READ: Final = ("spec", "value")
@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """Free capacity of the nodes as last read. wanted: whether any pod waits for a place; changed: called after it."""
+    """Free capacity of the nodes as last read.
+
+    wanted: returns whether any pod is unschedulable; changed: called after each complete read.
+    """
 
     def __init__(self, api: Api, *, wanted: Callable[[], bool], changed: Callable[[], None]) -> None:
         self._api = api
@@ -53,7 +56,7 @@ class Capacity:
         self.nodes: tuple[NodeFree, ...] | None = None
 
     async def run(self) -> Never:
-        """Read whenever it is wanted, until cancelled."""
+        """Read the capacity while it is wanted, until cancelled."""
         listed_at = -EVERY_S
         while True:
             if not self._wanted():
@@ -64,46 +67,49 @@ class Capacity:
             await asyncio.sleep(_NODES_CHECK_S)
 
     async def _list_nodes(self) -> None:
-        left: dict[str, dict[str, float]] = {}
+        free: dict[str, dict[str, float]] = {}
         try:
             async for page in self._api.pages(NODE, size=_PAGE):
-                left |= {
+                free |= {
                     node["metadata"]["name"]: allocatable(node) for node in page.get("items") or () if is_open(node)
                 }
             async for page in self._api.pages(POD, fields=_ALIVE, size=_PAGE):
                 for pod in page.get("items") or ():
-                    take(left, pod.get("spec") or {})
+                    take(free, pod.get("spec") or {})
         except ApiError as error:
             _log.warning("could not read the capacity of the nodes", extra={"why": str(error)})
             return
-        self.nodes = tuple(NodeFree(name=name, free=free) for name, free in sorted(left.items()))
+        self.nodes = tuple(NodeFree(name=name, free=amounts) for name, amounts in sorted(free.items()))
         self._changed()
 
 
 def is_open(node: Json) -> bool:
-    """Return whether a node is ready and takes pods."""
+    """Return whether a node is ready and schedulable."""
     conditions = (node.get("status") or {}).get("conditions") or ()
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
     return ready and not (node.get("spec") or {}).get("unschedulable")
 
 
 def allocatable(node: Json) -> dict[str, float]:
-    """Return the amounts that a node has for pods, by resource."""
+    """Return the allocatable amounts of a node, by resource."""
     allocatable = (node.get("status") or {}).get("allocatable") or {}
     return {sys.intern(resource): amount(quantity) for resource, quantity in allocatable.items()}
 
 
-def take(left: Mapping[str, dict[str, float]], spec: Json) -> None:
-    """Subtract what a pod needs from what is left of its node."""
-    node = left.get(spec.get("nodeName", ""))
+def take(free: Mapping[str, dict[str, float]], spec: Json) -> None:
+    """Subtract the requests of a pod from the free resources of its node."""
+    node = free.get(spec.get("nodeName", ""))
     if node is not None:
-        for resource, asked in needs(spec).items():
+        for resource, requested in needs(spec).items():
             if resource in node:
-                node[resource] -= asked
+                node[resource] -= requested
 
 
 def needs(spec: Json) -> dict[str, float]:
-    """Return what the scheduler counts for a pod: its containers together, or its largest init container if more."""
+    """Return the requests that the scheduler counts for a pod, by resource, with its overhead.
+
+    These are the sum of its containers, or the requests of its largest init container if they are more.
+    """
     together: dict[str, float] = defaultdict(float)
     for container in spec.get("containers") or ():
         _add(together, container)
@@ -112,10 +118,10 @@ def needs(spec: Json) -> dict[str, float]:
         if container.get("restartPolicy") == "Always":
             _add(together, container)
         else:
-            for resource, asked in _requests(container).items():
-                largest[resource] = max(largest.get(resource, 0.0), asked)
-    for resource, asked in largest.items():
-        together[resource] = max(together[resource], asked)
+            for resource, requested in _requests(container).items():
+                largest[resource] = max(largest.get(resource, 0.0), requested)
+    for resource, requested in largest.items():
+        together[resource] = max(together[resource], requested)
     for resource, quantity in (spec.get("overhead") or {}).items():
         together[resource] += amount(quantity)
     together["pods"] = 1.0
@@ -123,7 +129,7 @@ def needs(spec: Json) -> dict[str, float]:
 
 
 def amount(quantity: str) -> float:
-    """Return a quantity of the API in cores, bytes or units; 0 for one that this version cannot read."""
+    """Return a Kubernetes quantity in cores, bytes or units; 0 for a quantity that cannot be parsed."""
     try:
         return float(Quantity(quantity).amount)
     except (ArithmeticError, KeyError):
@@ -131,20 +137,20 @@ def amount(quantity: str) -> float:
 
 
 def _add(together: dict[str, float], container: Json) -> None:
-    for resource, asked in _requests(container).items():
-        together[resource] += asked
+    for resource, requested in _requests(container).items():
+        together[resource] += requested
 
 
 def _requests(container: Json) -> dict[str, float]:
-    asked = (container.get("resources") or {}).get("requests") or {}
-    return {resource: amount(quantity) for resource, quantity in asked.items()}
+    requests = (container.get("resources") or {}).get("requests") or {}
+    return {resource: amount(quantity) for resource, quantity in requests.items()}
 
 
 @dataclass(slots=True)
 class _Known:
-    """Record of one object. asked: when each job asked last, by the monotonic clock; due: when to read again."""
+    """Record of one object. requested: monotonic time of each job's last request; due: time of the next read."""
 
-    asked: dict[Key, float] = field(default_factory=dict)
+    requested: dict[Key, float] = field(default_factory=dict)
     found: ReferredObject | None = None
     due: float = 0.0
 
@@ -152,8 +158,8 @@ class _Known:
 class Lookups:
     """Reader of objects that jobs refer to.
 
-    changed: called with each job for which an object is new or another; keep_s: seconds for which it is called after
-    the job last asked, longer than between two reconciliations of it.
+    changed: called with each job that requested an object, when the object is new or has changed.
+    keep_s: seconds for which a request of a job stays valid, more than between two reconciliations of the job.
     """
 
     def __init__(self, api: Api, *, changed: Callable[[Key], None], keep_s: float) -> None:
@@ -164,22 +170,22 @@ class Lookups:
         self._wanted = asyncio.Event()
 
     def find(self, ref: Ref, *, by: Key) -> ReferredObject | None:
-        """Return an object as it was last read, None where it has yet to be. by: the job that asks."""
+        """Return an object as last read, None if it has not been read yet. by: the requesting job."""
         known = self._known.get(ref)
         if known is None:
             known = self._known[ref] = _Known()
             self._wanted.set()
-        known.asked[by] = time.monotonic()
+        known.requested[by] = time.monotonic()
         return known.found
 
     async def run(self) -> Never:
-        """Read what is asked for, until cancelled."""
+        """Read the requested objects, until cancelled."""
         while True:
             self._wanted.clear()
             now = time.monotonic()
             for ref, known in list(self._known.items()):
-                known.asked = {key: asked for key, asked in known.asked.items() if now - asked <= self._keep_s}
-                if not known.asked:
+                known.requested = {key: at for key, at in known.requested.items() if now - at <= self._keep_s}
+                if not known.requested:
                     del self._known[ref]
                 elif known.due <= now:
                     await self._read(ref, known)
@@ -198,5 +204,5 @@ class Lookups:
         known.due = time.monotonic() + (RETRY_S if found.problem else FRESH_S)
         if found != known.found:
             known.found = found
-            for key in known.asked:
+            for key in known.requested:
                 self._changed(key)

@@ -1,9 +1,9 @@
 """``asyncflow-operator``: the command line.
 
-Invariant: exit status 0 after SIGTERM or SIGINT, 2 where a setting is wrong and nothing was started, 3 where another
-process is to go on: another operator leads now, the namespaces with rights are others, a watch has ended, or the API
-server has gone back to an older state; 1 for anything else. A mistake of the user costs one line, and a traceback is a
-bug.
+Invariant: the exit status is 0 after SIGTERM or SIGINT; 2 if a setting is wrong and nothing was started; 3 if a new
+process must take over, because another operator leads, the set of namespaces with rights has changed, a watch has
+ended, or the API server has gone back to an older state; 1 for any other failure. A user's mistake prints one line; a
+traceback is a bug.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def app() -> None:
 
 @app.command()
 @options
-def run(**given: Any) -> int:
+def run(**arguments: Any) -> int:
     """Watch RLJobs, TransferQueues and WeightSyncs, and place their roles as pods, until SIGTERM."""
     from asyncflow_operator.telemetry import setup_logging
 
-    chosen = settings(given)
+    chosen = settings(arguments)
     setup_logging(chosen.log_level)
     return asyncio.run(_run(chosen))
 
@@ -60,20 +60,20 @@ _FOLDER: Final = click.option(
 @click.argument("pod", required=False)
 @_FOLDER
 def explain(name: str, pod: str | None, folder: Path) -> int:
-    """Print what was decided about a job, a queue or a WeightSync, or a POD of it, and why; 1 where nothing was."""
+    """Print the decisions about a job, a queue or a WeightSync, or about one POD of it; exit status 1 without any."""
     from asyncflow_operator.review import sentences
 
     namespace, _, owner = name.rpartition("/")
-    said = list(sentences(_decisions(folder), name=owner, namespace=namespace or None, pod=pod))
-    for each in said or [f"nothing in {folder} is about {name}{f' and {pod}' if pod else ''}"]:
-        click.echo(each)
-    return 0 if said else FAILED
+    lines = list(sentences(_decisions(folder), name=owner, namespace=namespace or None, pod=pod))
+    for line in lines or [f"no decision in {folder} is about {name}{f' and {pod}' if pod else ''}"]:
+        click.echo(line)
+    return 0 if lines else FAILED
 
 
 @app.command(name="decide-again")
 @click.argument("file", type=click.Path(path_type=Path))
 def decide_again(file: Path) -> int:
-    """Decide again about what a decision log has seen, FILE or the folder; exit status 1 where a decision differs."""
+    """Repeat the decisions of a decision log, one FILE or its folder; exit status 1 if a decision differs."""
     from asyncflow_operator import review
 
     count = redacted = 0
@@ -88,16 +88,16 @@ def decide_again(file: Path) -> int:
                 click.echo(f"  {each}")
     click.echo(f"{count} decisions made again, {differing} differ")
     if redacted:
-        click.echo(f"of {redacted} secrets were left out: changes of existing objects were not compared there")
+        click.echo(f"in {redacted} of them secrets were left out: changes of existing objects were not compared there")
     return FAILED if differing else 0
 
 
 def _decisions(where: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, or of one file of it. Raises ManifestError where there is none that can be read."""
+    """Return the lines of a log, or of one of its files. Raises ManifestError if no log exists or it is unreadable."""
     from asyncflow_operator.decisions import files_of, read_decisions
 
     files = files_of(where) if where.is_dir() else [where]
-    hint = "Give the folder that asyncflow-operator run was given as --decisions"
+    hint = "Pass the folder that asyncflow-operator run has as --decisions"
     if not files:
         raise ManifestError("there is no decision log", where=str(where), hint=hint)
     try:
@@ -105,7 +105,7 @@ def _decisions(where: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ManifestError(f"cannot be read: {error.strerror}", where=str(where), hint=hint) from error
     except (ValueError, KeyError, TypeError) as wrong:
-        raise ManifestError(f"is no decision log: {wrong}", where=str(where), hint=hint) from wrong
+        raise ManifestError(f"is not a decision log: {wrong}", where=str(where), hint=hint) from wrong
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ async def _run(chosen: Settings) -> int:
     connections = chosen.connections + watches
     api = await Api.connect(kubeconfig=chosen.kubeconfig, connections=connections, answered=metrics.answered)
     leases = await Api.connect(kubeconfig=chosen.kubeconfig, connections=2, answered=metrics.answered)
-    namespaces = await served(api, chosen.namespaces, now=chosen.namespaces)
+    namespaces = await served(api, chosen.namespaces, current=chosen.namespaces)
     if without := sorted(set(chosen.namespaces) - set(namespaces)):
         _log.error("namespaces are left out: the operator has no rights there", extra={"without": ", ".join(without)})
     operator = Operator(chosen, api, namespaces=namespaces, leases=leases, master=master, metrics=metrics)

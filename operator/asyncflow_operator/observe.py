@@ -1,7 +1,8 @@
-"""Observation: the state that ``decide`` reads, made from the store.
+"""Observation: builds the state that ``decide`` reads from the store.
 
-Invariant: pure reading of what is known now; nothing is asked of the server. What an earlier resource of the same name
-left behind is seen as ending: its names are not free, and its ends are no failures.
+Invariants: an observation only reads data that the operator already has and sends no request to the server. Pods and
+objects that remain of a deleted resource of the same name are shown as being deleted: their names are not free yet, and
+their ends do not count as failures.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 
 @dataclass(slots=True)
 class _Denied:
-    """Refusals that concern a custom resource at one generation.
+    """Refusals for a custom resource at one generation.
 
-    until: when it is tried again (seconds, monotonic); times: how often it was refused.
+    times: the number of refused plans; until: the monotonic time in seconds of the next attempt.
     """
 
     generation: int
@@ -60,10 +61,11 @@ class _Denied:
 
 
 class RefusalRecord:
-    """Record of what the server refused: objects, and namespaces in which nothing can be made any more.
+    """Record of the server's refusals: refused objects, and namespaces that are being deleted.
 
-    What was refused is left alone for a while, longer each time, and everything else goes on; when the spec changes it
-    is tried at once. A namespace may be made again under its name, so that it ends is believed for ``ENDING_S`` only.
+    A refused object is retried after a pause that grows with each refusal, or immediately when the spec changes; work
+    on all other objects continues. A namespace may be created again under its name, so a record that it is being
+    deleted expires after ``ENDING_S`` seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,7 +77,10 @@ class RefusalRecord:
     def note(
         self, key: Key, generation: int, denials: Collection[Denial], *, tried: Collection[Ref], ends: bool
     ) -> None:
-        """Record the outcome of a plan for an object, which ``tried`` to write these objects."""
+        """Record the outcome of a plan for a custom resource.
+
+        tried: the objects that the plan tried to write; ends: whether the namespace is being deleted.
+        """
         if ends:
             self._ending[key.namespace] = self._clock() + ENDING_S
         known = self._denied.get(key)
@@ -93,7 +98,7 @@ class RefusalRecord:
             self._denied.pop(key, None)
 
     def keep(self, key: Key, wanted: Collection[Ref]) -> bool:
-        """Forget refusals of what is not ``wanted`` any more, and return whether there were any."""
+        """Drop the refusals of objects that are no longer ``wanted``, and return whether there were any."""
         known = self._denied.get(key)
         if known is None or known.denials.keys() <= set(wanted):
             return False
@@ -103,19 +108,19 @@ class RefusalRecord:
         return True
 
     def denied(self, key: Key) -> tuple[Denial, ...]:
-        """Return the refusals that concern an object."""
+        """Return the recorded refusals for a custom resource."""
         known = self._denied.get(key)
         return tuple(known.denials.values()) if known is not None else ()
 
     def paused(self, key: Key, generation: int) -> tuple[frozenset[Ref], float | None]:
-        """Return which objects are left alone now for an owner, and the seconds until they are tried again."""
+        """Return the objects of an owner that are not retried yet, and the seconds until they are."""
         known = self._denied.get(key)
         if known is None or known.generation != generation or self._clock() >= known.until:
             return frozenset(), None
         return frozenset(known.denials), known.until - self._clock()
 
     def ends(self, namespace: str) -> bool:
-        """Return whether nothing can be made in a namespace."""
+        """Return whether a namespace is being deleted, so that nothing can be created in it."""
         until = self._ending.get(namespace)
         if until is not None and self._clock() >= until:
             del self._ending[namespace]
@@ -123,15 +128,17 @@ class RefusalRecord:
         return until is not None
 
     def forget(self, key: Key) -> None:
-        """Drop what is known of an object that is gone."""
+        """Drop the refusals for a custom resource that was deleted."""
         self._denied.pop(key, None)
 
 
 class Observer:
     """Reader of the store.
 
-    probe: returns a driver's last answer by the job's UID; nodes: returns what the nodes have left; find: returns what
-    was read of an object of the cluster that a job refers to, None where it has yet to be; references: who names whom.
+    probe: returns the last answer of a driver, by the job's UID.
+    nodes: returns the free resources of the nodes, None if they have not been read.
+    find: returns a cluster-scoped object that a job refers to, None if it has not been read yet.
+    references: the references between custom resources.
     """
 
     def __init__(
@@ -153,7 +160,7 @@ class Observer:
         self._resolved: dict[Key, _Resolved] = {}
 
     def resource(self, key: Key) -> CustomResource | None:
-        """Return a custom resource, None where there is none."""
+        """Return a custom resource, None if it does not exist."""
         entry = self._store.get(*key)
         if entry is None:
             self._resolved.pop(key, None)
@@ -213,7 +220,7 @@ class Observer:
         )
 
     def sync(self, resource: CustomResource) -> SyncState:
-        """Return the state of the weight versions of a job, or of a model that is published."""
+        """Return the state of a WeightSync, of a job or of a published model."""
         owner, job = self._with_job(resource)
         if resource.controller[0] != RLJOB.name and resource.model is not None:
             job = self._served(resource)
@@ -236,13 +243,13 @@ class Observer:
         )
 
     def _nodes_for(self, pods: Collection[PodView]) -> tuple[NodeFree, ...] | None:
-        """Return what the nodes have left where one of ``pods`` finds no place."""
+        """Return the free resources of the nodes if one of ``pods`` is unschedulable, None otherwise."""
         return self._nodes() if any(pod.unschedulable for pod in pods) else None
 
     def _with_weights(self, resource: CustomResource) -> tuple[RLJob | None, str, str]:
-        """Return the spec in force with the fields of the WeightSync that it names, and why the newest is refused.
+        """Return the spec in force with the fields of its WeightSync, and the problem and reason if a spec is refused.
 
-        Where that is not to be had, a job that has begun goes on with those that it had.
+        If the WeightSync that the job names is not available, a job that has started keeps the fields that it had.
         """
         job, status = resource.model, resource.status
         named = None if job is None else named_by(job, resource.owner.namespace)
@@ -265,7 +272,7 @@ class Observer:
         return known.resolved, refusal, NO_SYNC
 
     def _sync(self, named: Key) -> NamedSync:
-        """Return what is seen of a WeightSync that a job names."""
+        """Return the observed state of a WeightSync that a job names."""
         entry, user = self._store.get(*named), self._user(named)
         if entry is None:
             return NamedSync(name=named.name)
@@ -279,13 +286,13 @@ class Observer:
         )
 
     def _user(self, named: Key) -> CustomResource | None:
-        """Return the job that has a WeightSync: the oldest of those that name it and are not over."""
+        """Return the job that uses a WeightSync: the oldest unfinished job that names it."""
         entries = (self._store.get(*key) for key in self._references.by(named))
         jobs = [entry.view for entry in entries if entry is not None and entry.view.status.phase not in FINISHED]
         return min(jobs, key=lambda job: (job.owner.created, job.owner.name), default=None)
 
     def _served(self, resource: CustomResource) -> JobState | None:
-        """Return the job whose versions a WeightSync without an owner shows: its source, or the job that has it."""
+        """Return the job whose versions a WeightSync without an owner shows: its source, or the job that uses it."""
         source, job = named_by(resource.model, resource.owner.namespace), None
         if source is None:
             job = self._user(_key(resource))
@@ -296,13 +303,13 @@ class Observer:
     def _found(
         self, resource: CustomResource, job: RLJob | None, objects: Mapping[Ref, ObjectView]
     ) -> dict[Ref, ReferredObject]:
-        """Return the cluster's objects that a job refers to, as far as they have been read."""
+        """Return the cluster-scoped objects that a job refers to and that have been read."""
         refs = refers_to(job, resource.owner, objects) if job is not None else ()
         read = {ref: self._find(ref, _key(resource)) for ref in refs}
         return {ref: found for ref, found in read.items() if found is not None}
 
     def _with_job(self, resource: CustomResource) -> tuple[Owner, JobState | None]:
-        """Return the owner and its job; one that belongs to a job that is gone is being deleted, too."""
+        """Return the owner and its job. If that job was deleted, the owner is marked as being deleted too."""
         owner, (kind, name) = resource.owner, resource.controller
         if kind != RLJOB.name:
             return owner, None
@@ -315,7 +322,7 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class _Resolved:
-    """A job with the fields of the WeightSync that it names, one object as long as both stay."""
+    """A job with the fields of the WeightSync that it names; the same object as long as both stay unchanged."""
 
     job: RLJob
     weights: WeightsSpec
@@ -332,30 +339,30 @@ def _key(resource: CustomResource) -> Key:
 
 
 def _of_leader(probe: DriverProbe, pods: Collection[PodView]) -> DriverProbe:
-    """Return the answer of the driver, or publisher, that there is now; that of an earlier one holds no more."""
+    """Return the answer if it is from the present driver or publisher pod; the answer of an earlier pod is dropped."""
     others = [pod.uid for pod in pods if pod.role in LEADERS and pod.uid != probe.pod]
     return DriverProbe() if probe.pod and others else probe
 
 
 def _compared(pods: tuple[PodView, ...], requested: Callable[[RoleName], Mapping[str, object]]) -> tuple[PodView, ...]:
-    """Return the pods, of which those are ``outdated`` that have not begun and that the spec would shape otherwise now.
+    """Return the pods, with ``outdated`` set for each that has not started and would be built differently now.
 
-    requested: returns what shapes a pod of a role.
+    requested: returns the parts of the spec from which a pod of a role is built.
     """
-    wanted = {role: digest(requested(role)) for role in {pod.role for pod in pods if _is_unbegun(pod)}}
+    wanted = {role: digest(requested(role)) for role in {pod.role for pod in pods if _is_unstarted(pod)}}
     return tuple(
-        replace(pod, outdated=True) if _is_unbegun(pod) and wanted[pod.role] != pod.digest else pod for pod in pods
+        replace(pod, outdated=True) if _is_unstarted(pod) and wanted[pod.role] != pod.digest else pod for pod in pods
     )
 
 
-def _is_unbegun(pod: PodView) -> bool:
+def _is_unstarted(pod: PodView) -> bool:
     return bool(pod.digest) and pod.phase == "Pending" and pod.started is None and not pod.deleting
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:
-    """Return the pods, ordered by name, and the other objects of ``owners`` or of an owner that exists no more.
+    """Return the pods, ordered by name, and the other objects of ``owners`` or of an owner that no longer exists.
 
-    An object without a custom resource as its owner belongs to another owner, whatever its labels say.
+    An object that no custom resource owns is left out, whatever its labels say.
     """
     others = {entry.uid for entry in entries if entry.kind in _CUSTOM} - owners
     pods: list[PodView] = []

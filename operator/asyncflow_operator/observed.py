@@ -1,7 +1,7 @@
-"""Views of the cluster as the operator sees it: small and frozen, made from whole objects as they arrive.
+"""Views of the cluster's objects: small and frozen, made from whole objects as they arrive.
 
-Invariant: a view holds only what ``decide`` and ``desired`` read, so an index of thousands of pods stays small; two
-equal views never lead to different decisions. Times are unix seconds.
+Invariants: a view holds only the fields that ``decide`` and ``desired`` read, so an index of thousands of pods stays
+small. Two equal views never lead to different decisions. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Refusal by the API server, in its words.
+    """Refusal by the API server. why: its message.
 
-    missing: whether the object does not exist because of that; failed: whether the server failed, whatever the object.
+    missing: whether the object does not exist because of the refusal.
+    failed: whether the server failed, independently of the object.
     """
 
     ref: Ref
@@ -47,7 +48,7 @@ class Denial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The custom resource that something is made for."""
+    """The custom resource for which objects are made."""
 
     kind: Literal["RLJob", "TransferQueue", "WeightSync"]
     namespace: str
@@ -63,19 +64,21 @@ class Owner:
 class PodView:
     """One pod that the operator made.
 
-    digest: of what shaped the pod as it was made; outdated: whether it has not begun, and the spec in force would shape
-    it in another way; phase: that of its main container once it has ended, whatever else runs beside
-    it;
-    leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
-    gates, finalizers: what keeps it from being scheduled, and from going;
-    unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends, by the clock of
-    this machine (unix seconds);
-    forced: whether it was deleted without one, so that only finalizers keep it; claims: names of the
-    PersistentVolumeClaims that it mounts;
-    waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
-    exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
-    disrupted: whether the cluster took it away (eviction, preemption, a lost or rebooted node), which counts as no
-    failure.
+    digest: digest of the inputs from which the pod was built.
+    outdated: whether the pod has not started and the spec in force would build it differently.
+    phase: the pod's phase, or the result of its main container once that has ended, even if other containers run.
+    leftover: whether other containers still run after the main one has ended.
+    scheduled: whether it has a node.
+    unschedulable: the scheduler's message.
+    gates, finalizers: its scheduling gates and its finalizers.
+    unreachable: whether its node does not answer.
+    ends_by: end of the grace period of its deletion, in unix seconds by the clock of this machine.
+    forced: whether it was deleted without a grace period, so that only finalizers keep it.
+    claims: names of the PersistentVolumeClaims that it mounts.
+    waiting, waiting_message: the kubelet's reason (ImagePullBackOff ...) and message why the container does not start.
+    started: when the container started.
+    exit_code, exit_reason, last_words: how the container ended, None and "" before that.
+    disrupted: whether the cluster ended it (eviction, preemption, a lost or rebooted node); that is not a failure.
     """
 
     name: str
@@ -113,10 +116,10 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """Settings that Kueue assigns to the pods of one role with its place.
+    """Settings that Kueue assigns to the pods of one role on admission.
 
-    flavors: names of ResourceFlavors, whose labels nodes must have; more: what its admission checks add to labels,
-    annotations, nodeSelector and tolerations, as a PodSetUpdate says it.
+    flavors: names of the ResourceFlavors whose labels the nodes must have.
+    more: labels, annotations, nodeSelector and tolerations that admission checks add, in the form of PodSetUpdates.
     """
 
     flavors: tuple[str, ...] = ()
@@ -127,10 +130,12 @@ class Assigned:
 class ObjectView:
     """Another object that the operator made: a Service, a claim, a PodGroup.
 
-    digest: as applied; held: the fields that are this operator's, as the API server records them, "" where it is not
-    compared; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a Workload is
-    where it is; of a Workload also conditions: as Kueue and the operator have written them; version: the resource
-    version that they are of; assigned: by role.
+    digest: digest of the manifest that was applied.
+    held: the fields that this operator manages, as the API server records them, "" if they are not compared.
+    phase: the phase if the kind has one; for a Workload, its latest transition.
+    said: for a Workload, the message that explains its phase.
+    conditions: for a Workload, its conditions, written by Kueue and the operator, at the resource version ``version``.
+    assigned: for a Workload, the settings assigned to each role.
     """
 
     ref: Ref
@@ -147,7 +152,7 @@ class ObjectView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferredObject:
-    """An object of the cluster that a job refers to, as last read. problem: why it cannot be had, "" if it can."""
+    """A cluster-scoped object that a job refers to, as last read. problem: why it is not available, "" if it is."""
 
     content: Manifest = field(default_factory=dict)
     problem: str = ""
@@ -155,9 +160,9 @@ class ReferredObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverProbe:
-    """Result of asking the driver. status: its last good answer, taken at ``at``; error: why there is no newer one.
+    """Result of polling a driver.
 
-    pod: UID of the pod that was asked.
+    status: its last valid answer, received at ``at``; error: why there is no newer one; pod: UID of the polled pod.
     """
 
     status: DriverStatus | None = None
@@ -168,7 +173,7 @@ class DriverProbe:
 
     @property
     def asked(self) -> bool:
-        """Return whether this process has asked the driver at all: until then the written status still holds."""
+        """Return whether this process has polled the driver at all: before that, the written status stays valid."""
         return self.status is not None or self.failing_since is not None
 
 
@@ -182,15 +187,19 @@ class NodeFree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """Everything that decides what happens to one RLJob.
+    """Input of the decision about one RLJob.
 
-    job: the spec in force: the newest, or the last that was accepted if ``problem`` says why the spec is not; None
-    where none ever was; status: as last written;
-    queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
-    those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
-    managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
-    denied: what the API server refuses of this job (a quota ...); nodes: None if they have not been read; found: what
-    of the cluster's objects that the job refers to has been read.
+    job: the spec in force: the newest spec, or the last accepted one if the newest is refused; None without any.
+    problem, problem_reason: why the newest spec is refused, "" if it is not.
+    status: as last written.
+    queue: the status of the job's own TransferQueue as last written, None if it does not exist yet.
+    pods: the pods of all roles, including those of the job's own TransferQueue.
+    objects: all other objects that carry the job's label.
+    scaled_by: foreign field managers of spec.rollout.replicas.
+    namespace_ending: whether the namespace is being deleted, so that nothing can be created in it.
+    denied: the API server's refusals for this job (a quota ...).
+    nodes: free resources of the nodes, None if they have not been read.
+    found: the cluster-scoped objects that the job refers to and that have been read.
     """
 
     owner: Owner
@@ -211,10 +220,11 @@ class JobState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferQueueState:
-    """Everything that decides what happens to one TransferQueue.
+    """Input of the decision about one TransferQueue.
 
-    queue: the spec in force, as of a job; job: its owner, where it belongs to a job; nodes: as of a job, which has them
-    where it belongs to one.
+    queue: the spec in force, as in a JobState.
+    job: the state of the job that it belongs to, None if it belongs to none.
+    nodes: as in a JobState; None if it belongs to a job, whose state has them.
     """
 
     owner: Owner
@@ -232,10 +242,11 @@ class TransferQueueState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncState:
-    """Everything that decides about one WeightSync.
+    """Input of the decision about one WeightSync.
 
-    job: whose versions it shows, None where it publishes a model by itself; pods, objects, probe, denied, nodes: of
-    that publisher, as of a job; of one for followers of a job, objects: the manifest that these read.
+    job: the state of the job whose versions it shows, None if there is none or it publishes a model itself.
+    pods, objects, probe, denied, nodes: of its publisher, as in a JobState. A WeightSync for followers of a job has no
+        pods, and its objects are the manifest that followers read.
     """
 
     owner: Owner

@@ -1,8 +1,8 @@
-"""The operator process: all parts put together, from the first list to the last write.
+"""The operator process: connects all parts and runs them, from the first list to the last write.
 
-Invariant: nothing is written before everything has been listed and this process leads; and nothing after it has lost
-the lead. Asked to stop, it takes nothing new, and lets what is under way end within ``FINISH_S``; whatever ends it, it
-releases the lead.
+Invariants: the operator writes nothing before it has listed all objects and leads, and nothing after it has lost the
+lead. When it is asked to stop, it starts no new reconciliation and waits up to ``FINISH_S`` seconds for the running
+ones. It releases the lead however it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncflow_operator.observed import Owner, PodView
 from asyncflow_operator.reconcile import CachedDesired, ReconcileOutcome, Reconciler
 from asyncflow_operator.references import Key
 from asyncflow_operator.review import settings_of
-from asyncflow_operator.rights import until_others
+from asyncflow_operator.rights import until_namespaces_change
 from asyncflow_operator.settings import Settings
 from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
 from asyncflow_operator.watch import ClusterWatch, run_kopf, until_a_watch_ends
@@ -47,18 +47,18 @@ _log = logging.getLogger(__name__)
 
 
 class LeadershipLost(Exception):
-    """Leadership was lost: another operator may work now, and this one must end at once."""
+    """Leadership was lost: another operator may lead now, and this process must end immediately."""
 
 
 class NamespacesChanged(Exception):
-    """The operator has its rights in other namespaces now: a new process is to watch those."""
+    """The set of namespaces in which the operator has rights has changed: a new process must watch the new set."""
 
 
 class Operator:
     """Operator process.
 
-    namespaces: those of its settings that it serves, see ``rights``; leases: connections for the Lease alone, so that
-    no other write holds up its renewal.
+    namespaces: the namespaces of the settings that it serves, see ``rights``.
+    leases: a client with connections for the Lease only, so that no other write delays its renewal.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Operator:
             certificate=lambda owner: desired.secrets(owner).operator(period_of(time.time())),
             running=self._running_drivers,
             changed=self._mark_job,
-            asked=metrics.probed,
+            probed=metrics.probed,
             ordered=lambda outcome: metrics.acted("ask", outcome),
         )
         self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), changed=self._mark_waiting)
@@ -134,7 +134,7 @@ class Operator:
             metrics=metrics,
             log=log,
         )
-        self._vitals = HealthChecks(
+        self._health = HealthChecks(
             work_s=lambda: self._if_leading(self._worklist.stuck_s), watch_s=self._watch.stuck_s, metrics=metrics
         )
         metrics.oldest_seconds.set_function(lambda: self._if_leading(self._worklist.oldest_s))
@@ -143,17 +143,17 @@ class Operator:
         metrics.leads.set_function(lambda: float(self._leads()))
 
     def stop(self) -> None:
-        """End in order."""
+        """Start an orderly shutdown."""
         self._stop.set()
 
     async def run(self, *, take_signals: Callable[[], None]) -> None:
-        """Work until stopped. Raises LeadershipLost, NamespacesChanged, WatchEnded, and the failure of any part.
+        """Run until stopped. Raises LeadershipLost, NamespacesChanged, WatchEnded, and the failure of any part.
 
-        take_signals: makes SIGTERM call ``stop``; called once kopf has taken the signals for itself.
+        take_signals: makes SIGTERM call ``stop``; called after kopf has installed its own signal handlers.
         """
         http = Http(
             metrics=self._metrics,
-            vitals=self._vitals,
+            health=self._health,
             ready=self._watch.missing,
             refresh=lambda: update_gauges(self._watch.store, self._metrics),
         )
@@ -169,21 +169,21 @@ class Operator:
         )
         kopf = asyncio.create_task(kopf_run, name="kopf")
         tasks = {kopf, asyncio.create_task(self._stop.wait())}
-        others: asyncio.Task[None] | None = None
+        namespaces_change: asyncio.Task[None] | None = None
         if self._namespaces:
-            looks = until_others(
+            waiting = until_namespaces_change(
                 api=self._api,
                 namespaces=self._settings.namespaces,
-                now=self._namespaces,
+                current=self._namespaces,
                 every_s=self._settings.rights_seconds,
             )
-            others = asyncio.create_task(looks)
-            tasks.add(others)
+            namespaces_change = asyncio.create_task(waiting)
+            tasks.add(namespaces_change)
         try:
             await _first(tasks, until=kopf_ready.wait())
             take_signals()
             watching = (self._watch.run(), self._watch.resync(), until_a_watch_ends(self._namespaces))
-            tasks |= {asyncio.create_task(each) for each in (self._vitals.run(), *watching)}
+            tasks |= {asyncio.create_task(each) for each in (self._health.run(), *watching)}
             if await _first(tasks, until=self._prepare()):
                 background = (self._drivers.run(), self._capacity.run(), self._lookups.run())
                 work = (*background, self._dispatch(), self._keep())
@@ -200,11 +200,11 @@ class Operator:
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        if others is not None and others.done() and not others.cancelled():
+        if namespaces_change is not None and namespaces_change.done() and not namespaces_change.cancelled():
             raise NamespacesChanged
 
     async def _prepare(self) -> None:
-        """Wait until everything is listed and this process leads."""
+        """Wait until all kinds are listed and this process leads."""
         await self._watch.synced()
         counts = {kind.name: self._watch.store.count(kind.name) for kind in (*CUSTOM_KINDS, POD)}
         _log.info("all kinds listed", extra=counts)
@@ -213,7 +213,7 @@ class Operator:
         self._prepared = True
 
     async def _keep(self) -> None:
-        """Keep leading. Raises LeadershipLost."""
+        """Renew the lead until stopped. Raises LeadershipLost."""
         if self._settings.leader_election:
             await self._leader.keep()
             raise LeadershipLost
@@ -234,31 +234,31 @@ class Operator:
         self._slots.release()
 
     async def _reconcile(self, key: Key) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             outcome = await self._reconciler.reconcile(key)
-        except Exception:  # noqa: BLE001 - a bug that one object meets must not stop the others
-            _log.exception("reconciliation met a bug", extra={"object": str(key)})
+        except Exception:  # noqa: BLE001 - a bug in the reconciliation of one object must not stop the others
+            _log.exception("reconciliation raised an unexpected error", extra={"object": str(key)})
             outcome = ReconcileOutcome(failed=True)
         backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
         if outcome.gone:
             self._worklist.forget(key)
         word = "failed" if outcome.failed or outcome.denied else "gone" if outcome.gone else "ok"
-        self._metrics.reconciled(key.kind, word, time.perf_counter() - begun)
+        self._metrics.reconciled(key.kind, word, time.perf_counter() - started)
         if outcome.failed:
             _log.warning(
-                "reconciliation failed, trying again later", extra={"object": str(key), "backoff_s": round(backoff, 1)}
+                "reconciliation failed, retrying later", extra={"object": str(key), "backoff_s": round(backoff, 1)}
             )
 
     async def _finish(self) -> None:
-        """Wait for what is under way, then release the lead."""
+        """Wait for the running reconciliations, then release the lead."""
         _log.info("operator stopping", extra={"under_way": len(self._running)})
         if self._running:
             await asyncio.wait(self._running, timeout=FINISH_S)
         await self._leader.release()
 
     def _running_drivers(self) -> Iterator[RunningDriver]:
-        """Yield the drivers and publishers that run, each with the number of rollout pods that its job has."""
+        """Yield the running drivers and publishers, each with the number of rollout pods of its job."""
         rollouts: Counter[ObjectGroup] = Counter()
         drivers: list[Entry[PodView]] = []
         for _, _, entry in self._watch.store.all(POD.name):
@@ -283,7 +283,7 @@ class Operator:
             self._worklist.mark(key)
 
     def _waiting(self) -> Iterator[Key]:
-        """Yield the jobs and queues with a pod that finds no place."""
+        """Yield the owners of pods that cannot be scheduled."""
         for _, _, entry in self._watch.store.all(POD.name):
             if entry.view.unschedulable:
                 yield Key(entry.group.kind, entry.group.namespace, entry.group.name)
@@ -300,9 +300,10 @@ class Operator:
 
 
 async def _first(tasks: set[asyncio.Task[Any]], *, until: Coroutine[Any, Any, Any] | None = None) -> bool:
-    """Wait until one of ``tasks`` ends, or ``until`` does, and return whether it was that. Raises a task's failure.
+    """Wait until one of ``tasks`` or ``until`` ends, and return whether ``until`` did. Raises the failure of a task.
 
-    kopf, when it fails, cancels whatever it finds in the loop: a cancelled task is an end, kopf's error comes later.
+    When kopf fails, it cancels every task in the loop before it raises, so a cancelled task counts as ended; the
+    caller raises kopf's error afterwards.
     """
     waited = None if until is None else asyncio.create_task(until)
     try:

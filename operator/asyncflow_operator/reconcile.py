@@ -1,10 +1,11 @@
 """Reconciliation of one object: observe, decide, carry out.
 
-Invariants: between two reconciliations nothing is remembered but what the server refused, and that while it is still
-wanted; whatever was missed, the next one sees everything. What was refused is left alone for its time, everything else
-is done. A state that has not changed, and whose time has not come, is not decided again. What is cached of the desired
-objects is what would be built: they depend on the parsed job, which is one object as long as spec and labels stay, on
-the pinned images, and on what was found that the job refers to; when one is another, they are built again.
+Invariants: between two reconciliations only the server's refusals are remembered, as long as the refused object is
+wanted; each reconciliation observes the complete state, so a missed change is found by the next one. A refused object
+is not retried before its pause is over; all other actions are carried out. An unchanged state is not decided again
+before it is due. The cached desired objects equal the objects that would be built now: they depend on the parsed job
+(the same object as long as spec and labels stay unchanged), the pinned images and the objects found that the job refers
+to, and are built again when one of these changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 
 MOST: Final = 1024
-"""Jobs whose objects are remembered, the latest reconciled; some 12 KiB each."""
+"""Number of jobs whose objects are cached, least recently reconciled evicted first; about 12 KiB each."""
 
 Manifests = tuple[Manifest, ...]
 Decide = Callable[[Any, float], Plan]
@@ -45,7 +46,7 @@ class _Built:
 
 
 class CachedDesired:
-    """Cache of what ``desired`` builds."""
+    """Cache of the objects that ``desired`` builds."""
 
     def __init__(self, desired: Desired) -> None:
         self._desired = desired
@@ -58,15 +59,15 @@ class CachedDesired:
         self.secrets = desired.secrets
 
     def supporting(self, state: JobState) -> Manifests:
-        """Return every object of the job, except its pods and custom resources."""
+        """Return all objects of the job except its pods and custom resources."""
         return self._built("supporting", state, self._desired.supporting)
 
     def children(self, state: JobState) -> Manifests:
         """Return the job's own TransferQueue and WeightSync."""
         return self._built("children", state, self._desired.children)
 
-    def _built(self, what: str, state: JobState, build: Callable[[JobState], Manifests]) -> Manifests:
-        key, images, found = (state.owner.uid, what), state.status.images, state.found
+    def _built(self, part: str, state: JobState, build: Callable[[JobState], Manifests]) -> Manifests:
+        key, images, found = (state.owner.uid, part), state.status.images, state.found
         known = self._known.get(key)
         if known is None or known.job is not state.job or (known.images, known.found) != (images, found):
             known = self._known[key] = _Built(state.job, images, found, build(state))
@@ -80,9 +81,10 @@ class CachedDesired:
 class ReconcileOutcome:
     """Outcome of a reconciliation.
 
-    again_in_s: when to reconcile again anyway; failed: whether something could not be done, so that the object is left
-    alone for a while; denied: whether something was refused, of which that alone is left alone; gone: whether there is
-    no object of that name, not even one that was made again meanwhile.
+    again_in_s: when to reconcile again even without a change.
+    failed: whether an action failed, so that the whole object is retried after a backoff.
+    denied: whether an action was refused, so that only the refused object is retried after a backoff.
+    gone: whether no object of that name exists, not even one created again in the meantime.
     """
 
     again_in_s: float | None = None
@@ -93,14 +95,14 @@ class ReconcileOutcome:
 
 @dataclass(slots=True)
 class _Settled:
-    """State for which nothing was left to do. due: the time until which that holds, though nothing changes."""
+    """State that needed no action. due: until when that holds without a change, None for without limit."""
 
     state: State
     due: float | None
 
 
 class Reconciler:
-    """Reconciler of custom resources. decide: by kind; log: where decisions are written down, None for nowhere."""
+    """Reconciler of custom resources. decide: the decision functions, by kind; log: the decision log, None for none."""
 
     def __init__(
         self,
@@ -154,9 +156,9 @@ class Reconciler:
         return outcome
 
     def _decided(self, key: Key, state: State, now: float) -> Plan:
-        begun = time.thread_time()
+        started = time.thread_time()
         plan = self._decide[key.kind](state, now)
-        self._metrics.decide_seconds.labels(key.kind).observe(time.thread_time() - begun)
+        self._metrics.decide_seconds.labels(key.kind).observe(time.thread_time() - started)
         return plan
 
     def _observe(self, resource: CustomResource) -> State:
@@ -169,7 +171,7 @@ class Reconciler:
                 return self._observer.sync(resource)
 
     async def _record(self, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], failures: Failures) -> None:
-        """Write into the status what has been written, if nothing but refusals kept anything from it."""
+        """Record the written objects in the status, unless an action failed other than by a refusal."""
         written = () if failures.errors else _targets(stages) - {denial.ref for denial in failures.denied}
         status = plan.recorded(written)
         if status is not None:
@@ -181,9 +183,9 @@ class Reconciler:
         if plan.status is not None:
             failures = await self._executor.write_status(owner, plan.status)
             if failures:
-                there = self._observer.resource(key)
-                failed = there is not None and there.owner.uid == owner.uid
-                return ReconcileOutcome(failed=failed, gone=there is None), failures
+                current = self._observer.resource(key)
+                failed = current is not None and current.owner.uid == owner.uid
+                return ReconcileOutcome(failed=failed, gone=current is None), failures
         failures = await self._executor.carry_out(owner, stages, lacking=paused)
         await self._record(owner, plan, stages, failures)
         for note in plan.notes:
@@ -196,7 +198,7 @@ class Reconciler:
 
 
 def _is_due(action: Action, paused: frozenset[Ref]) -> bool:
-    """Return whether an action is due: a deletion always is, though a change to the object was refused."""
+    """Return whether an action is due: a deletion always is, even if a change of the object was refused."""
     return isinstance(action, DriverOrder | Delete) or action.ref not in paused
 
 

@@ -1,6 +1,6 @@
-"""Which custom resources name others: a job its WeightSync, a WeightSync for followers its job.
+"""References between custom resources: from a job to its WeightSync, from a WeightSync for followers to its job.
 
-Invariant: an object is found by what its spec in force names, whether or not that exists.
+Invariant: references are those of the specs in force, whether or not the named objects exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def named_by(model: Any, namespace: str) -> Key | None:
-    """Return what a spec in force names, None for nothing."""
+    """Return the custom resource that a spec in force names, None if it names none."""
     if isinstance(model, RLJob) and (name := model.spec.weight_sync.name) is not None:
         return Key("WeightSync", namespace, name)
     if isinstance(model, WeightSync) and model.spec.source is not None and model.spec.source.job is not None:
@@ -33,14 +33,14 @@ def named_by(model: Any, namespace: str) -> Key | None:
 
 
 class References:
-    """References between custom resources, kept as these change."""
+    """References between custom resources, updated as these change."""
 
     def __init__(self) -> None:
         self._named: dict[Key, Key] = {}
         self._by: defaultdict[Key, set[Key]] = defaultdict(set)
 
     def note(self, key: Key, model: Any) -> None:
-        """Take in the spec in force of an object, None for one that is gone or never had any."""
+        """Record the reference of an object. model: its spec in force, None if it was deleted or never had one."""
         named, before = named_by(model, key.namespace), self._named.pop(key, None)
         if before is not None:
             self._by[before].discard(key)
@@ -51,10 +51,13 @@ class References:
             self._by[named].add(key)
 
     def by(self, key: Key) -> frozenset[Key]:
-        """Return the objects that name this one."""
+        """Return the objects that name ``key``."""
         return frozenset(self._by.get(key, ()))
 
     def around(self, key: Key) -> frozenset[Key]:
-        """Return the objects whose decisions depend on this one: who names it, what it names, and who does, too."""
+        """Return the objects whose decisions depend on ``key``.
+
+        These are the objects that name it, the object that it names, and the other objects that name the same one.
+        """
         named = self._named.get(key)
         return self.by(key) if named is None else self.by(key) | {named} | self.by(named) - {key}

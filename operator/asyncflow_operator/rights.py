@@ -1,10 +1,11 @@
-"""Namespaces of an operator of single ones in which it has its rights: those alone are watched.
+"""Selection of the namespaces to watch: of the configured namespaces, those in which the operator has rights.
 
-With a namespace goes the Role in it. Watches of what may not be read would never be complete, and nothing is done
-before they are, so that one namespace that is deleted would leave the jobs of all others alone.
+When a namespace is deleted, its Role is deleted too. The watches of a namespace that the operator may not read would
+never become complete, and the operator does nothing before all watches are. One deleted namespace would thus stop the
+work on the jobs of all others.
 
-Invariant: a process sees a whole namespace or nothing of it. Which ones it watches is decided once, before it does;
-when another choice is right it ends, and its successor decides anew.
+Invariant: a process sees a whole namespace or nothing of it. It selects the namespaces once, before it starts to watch.
+When the selection would differ, the process ends, and the next one selects again.
 """
 
 from __future__ import annotations
@@ -19,29 +20,34 @@ from asyncflow_operator.cluster.kinds import RLJOB
 
 _FORBIDDEN: Final = 403
 _SURE: Final = 2
-"""Times in a row that another choice was right before it is made: Roles that are replaced are away for a moment."""
+"""Number of equal checks in a row before the selection changes: a Role is briefly absent while it is replaced."""
 
 _log = logging.getLogger(__name__)
 
 
-async def served(api: Api, namespaces: tuple[str, ...], *, now: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of ``namespaces`` whose jobs may be listed, all where there are none.
+async def served(api: Api, namespaces: tuple[str, ...], *, current: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of ``namespaces`` in which the operator may list jobs, all of them if it may do so in none.
 
-    now: those that count as before where the server gives no answer.
+    current: the current selection, which decides about a namespace for which the server gives no answer.
     """
-    allowed = await asyncio.gather(*(_allowed(api, name, otherwise=name in now) for name in namespaces))
+    allowed = await asyncio.gather(*(_allowed(api, name, otherwise=name in current) for name in namespaces))
     return tuple(compress(namespaces, allowed)) or namespaces
 
 
-async def until_others(api: Api, namespaces: tuple[str, ...], *, now: tuple[str, ...], every_s: float) -> None:
-    """Look every ``every_s`` seconds, until others of ``namespaces`` are to be served than ``now``."""
-    seen = 0
-    while seen < _SURE:
+async def until_namespaces_change(
+    api: Api, namespaces: tuple[str, ...], *, current: tuple[str, ...], every_s: float
+) -> None:
+    """Check every ``every_s`` seconds, until the selection from ``namespaces`` differs from ``current``."""
+    differing = 0
+    while differing < _SURE:
         await asyncio.sleep(every_s)
-        right = await served(api, namespaces, now=now)
-        seen = seen + 1 if right != now else 0
-    gone, come = ", ".join(sorted(set(now) - set(right))), ", ".join(sorted(set(right) - set(now)))
-    _log.warning("the namespaces with rights are others now", extra={"without": gone, "with": come})
+        selected = await served(api, namespaces, current=current)
+        differing = differing + 1 if selected != current else 0
+    removed, added = set(current) - set(selected), set(selected) - set(current)
+    _log.warning(
+        "the set of namespaces with rights has changed",
+        extra={"without": ", ".join(sorted(removed)), "with": ", ".join(sorted(added))},
+    )
 
 
 async def _allowed(api: Api, namespace: str, *, otherwise: bool) -> bool:

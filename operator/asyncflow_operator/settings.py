@@ -1,7 +1,8 @@
 """Settings of an operator: options of ``asyncflow-operator run``, and environment variables of the same names.
 
-Invariant: one table, this model; option ``--probe-url`` is variable ``ASYNCFLOW_OPERATOR_PROBE_URL`` is field
-``probe_url``. Nothing else is read from the environment, and a wrong value ends the process before it begins.
+Invariants: this model is the only table of settings; the field ``probe_url`` is the option ``--probe-url`` and the
+variable ``ASYNCFLOW_OPERATOR_PROBE_URL``. Nothing else is read from the environment. A wrong value ends the process
+before it starts to work.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class Settings(BaseModel):
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve, separated by commas; all if empty."""
     namespace: str = "asyncflow-system"
-    """Namespace of the operator itself, where its Lease lies."""
+    """Namespace of the operator itself and of its Lease."""
     identity: str = Field(default_factory=_identity)
     """Name of this process, among several operators; random by default."""
     watchers: tuple[str, ...] = ()
-    """More namespaces that may read metrics and status, beside the operator's own; separated by commas."""
+    """Namespaces that may read metrics and status, in addition to the operator's own; separated by commas."""
     leader_election: bool = True
     """Whether to work only while holding the Lease."""
     lease: Annotated[str, Field(min_length=1, max_length=63)] = "asyncflow-operator"
     """Name of the Lease."""
     workers: Annotated[int, Field(ge=1, le=256)] = 16
-    """Objects reconciled at a time."""
+    """Number of objects reconciled at the same time."""
     connections: Annotated[int, Field(ge=8, le=1024)] = 64
-    """Connections to the API server at most, beside one for each watch."""
+    """Most connections to the API server, in addition to one for each watch."""
     images: str = "asyncflow"
     """Registry and prefix of the images."""
     tag: str = __version__
@@ -60,17 +61,17 @@ class Settings(BaseModel):
     probe_url: str = f"http://{{host}}:{HTTP_PORT}"
     """URL of a job's driver; {host} stands for its pod's address, {namespace} and {name} for the job's."""
     control_url: str = f"https://{{host}}:{CONTROL_PORT}"
-    """URL of the control service of a job's driver, in the same words."""
+    """URL of the control service of a job's driver, with the same placeholders."""
     probe_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
-    """Seconds between two questions to one driver."""
+    """Seconds between two status requests to one driver."""
     resync_seconds: Annotated[float, Field(ge=10, le=86_400)] = 600.0
-    """Seconds between two reconciliations of everything, changed or not."""
+    """Seconds between two reconciliations of all objects, changed or not."""
     rights_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """Seconds between two looks at which namespaces of those to serve the operator has its rights in."""
+    """Seconds between two checks in which of the namespaces to serve the operator has rights."""
     http_host: str = "*"
-    """Address of /healthz, /readyz and /metrics; * for all of this machine, by IPv6 too where it has that."""
+    """Address of /healthz, /readyz and /metrics; * for all addresses of this machine, IPv6 included."""
     http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
-    """Port of /healthz, /readyz and /metrics; 0 takes any free one."""
+    """Port of /healthz, /readyz and /metrics; 0 for any free port."""
     decisions: Path | None = None
     """Folder of the decision log, which ``asyncflow-operator explain`` reads; none by default."""
     decision_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 << 20
@@ -78,10 +79,10 @@ class Settings(BaseModel):
     kubeconfig: Path | None = None
     """File with the address and credentials of the API server; the pod's service account by default."""
     log_level: str = "INFO"
-    """Least level of the operator's own log lines."""
+    """Lowest level of the operator's own log lines."""
 
     def master_secret(self) -> bytes:
-        """Read the master secret. Raises ManifestError where it is missing or too short."""
+        """Read the master secret. Raises ManifestError if it is missing or too short."""
         try:
             secret = self.key_file.read_bytes().strip()
         except OSError as error:
@@ -89,12 +90,12 @@ class Settings(BaseModel):
             raise ManifestError(f"cannot be read: {error.strerror}", where=str(self.key_file), hint=hint) from error
         if len(secret) < _LEAST_KEY_BYTES:
             hint = f"Write at least {_LEAST_KEY_BYTES} random bytes into it"
-            raise ManifestError(f"a master secret of {len(secret)} bytes", where=str(self.key_file), hint=hint)
+            raise ManifestError(f"the master secret has {len(secret)} bytes", where=str(self.key_file), hint=hint)
         return secret
 
 
 def options(command: Command) -> Command:
-    """Return ``command`` one option for each setting, which also reads the variable of that name."""
+    """Add an option for each setting to ``command``; each option also reads the variable of its name."""
     for name, field in reversed(Settings.model_fields.items()):
         flag = f"--{name.replace('_', '-')}"
         switch = field.annotation is bool
@@ -112,9 +113,9 @@ def options(command: Command) -> Command:
     return command
 
 
-def settings(given: dict[str, Any]) -> Settings:
-    """Make settings from the command line and the environment. Raises ManifestError."""
-    values = {name: value for name, value in given.items() if value is not None}
+def settings(arguments: dict[str, Any]) -> Settings:
+    """Return the settings from the command line and the environment. Raises ManifestError if one is wrong."""
+    values = {name: value for name, value in arguments.items() if value is not None}
     for name in _LISTS & values.keys():
         values[name] = tuple(part.strip() for part in values[name].split(",") if part.strip())
     try:

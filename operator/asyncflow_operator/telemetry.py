@@ -1,10 +1,10 @@
-"""Telemetry of the operator: metrics, one line of JSON for every log record, and the HTTP server that shows its health.
+"""Telemetry of the operator: metrics, log records as JSON lines, and the HTTP server for metrics and health.
 
-Invariants: every metric is declared here, once, as ``asyncflow_operator_*``; labels have few values, and no object's
-name is one, so that the number of series does not grow with the number of jobs. A log line is one JSON object: time,
-level, logger, the event, and the object that it is about. Healthy means that a restart would mend nothing: the event
-loop runs, objects are worked on, and the watches hear the server or try again. That the server is away or slow is no
-fault of this process, and is seen in its metrics.
+Invariants: every metric is declared here, once, as ``asyncflow_operator_*``. A label has few values and never the name
+of an object, so the number of series does not grow with the number of jobs. A log line is one JSON object with the
+time, level, logger, event and the object concerned. The process is healthy if a restart would not help: the event loop
+runs, objects are processed, and the watches receive messages or retry. An unreachable or slow API server does not make
+this process unhealthy; the metrics show it.
 """
 
 from __future__ import annotations
@@ -46,26 +46,28 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.reconciles = self._counter("reconciles", "reconciles by what became of them", "kind", "outcome")
-        self.reconcile_seconds = self._histogram("reconcile_seconds", "time of a reconcile, writes included", "kind")
+        self.reconciles = self._counter("reconciles", "reconciles by outcome", "kind", "outcome")
+        self.reconcile_seconds = self._histogram(
+            "reconcile_seconds", "time of a reconcile, including its writes", "kind"
+        )
         self.decide_seconds = self._histogram("decide_seconds", "processor time of a decision", "kind")
-        self.wait_seconds = self._histogram("wait_seconds", "time that an object that was due waited for its turn")
-        self.worklist = self._gauge("worklist_count", "objects that wait, also for a later time")
-        self.oldest_seconds = self._gauge("worklist_oldest_seconds", "time that the object longest due waits")
+        self.wait_seconds = self._histogram("wait_seconds", "time that a due object waited for a worker")
+        self.worklist = self._gauge("worklist_count", "objects that wait, due now or in the future")
+        self.oldest_seconds = self._gauge("worklist_oldest_seconds", "waiting time of the object that is due longest")
         self.objects = self._gauge("objects_count", "custom resources", "kind")
         self.jobs = self._gauge("jobs_count", "jobs", "phase")
-        self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs that make no progress")
-        self.degraded = self._gauge("degraded_count", "degraded queues and publishers that stand alone", "kind")
+        self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs without progress")
+        self.degraded = self._gauge("degraded_count", "degraded queues and publishers that belong to no job", "kind")
         self.pods = self._gauge("pods_count", "pods", "role", "phase")
-        self.budget_used = self._gauge("restart_budget_used_ratio", "of the job that has used most of it", "role")
+        self.budget_used = self._gauge("restart_budget_used_ratio", "largest used share of any job's budget", "role")
         self.actions = self._counter("actions", "actions carried out", "action", "outcome")
         self.api_requests = self._counter("api_requests", "calls to the API server", "verb", "resource", "code")
         self.api_seconds = self._histogram("api_seconds", "time of a call to the API server", "verb")
-        self.probes = self._counter("probes", "questions to drivers", "outcome")
-        self.probe_seconds = self._histogram("probe_seconds", "time of a question to a driver")
-        self.leads = self._gauge("leads_flag", "1 while this process works")
-        self.loop_lag = self._gauge("loop_lag_seconds", "how late the event loop was when last measured")
-        self.watch_age = self._gauge("watch_age_seconds", "time since the watch heard from least recently was heard")
+        self.probes = self._counter("probes", "status requests to drivers", "outcome")
+        self.probe_seconds = self._histogram("probe_seconds", "time of a status request to a driver")
+        self.leads = self._gauge("leads_flag", "1 while this process leads")
+        self.loop_lag = self._gauge("loop_lag_seconds", "delay of the event loop when last measured")
+        self.watch_age = self._gauge("watch_age_seconds", "time since the last message, of the most silent watch")
 
     def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
         """Count one reconcile."""
@@ -82,22 +84,22 @@ class Metrics:
         self.api_seconds.labels(verb).observe(seconds)
 
     def probed(self, outcome: str, seconds: float) -> None:
-        """Count one question to a driver."""
+        """Count one status request to a driver."""
         self.probes.labels(outcome).inc()
         self.probe_seconds.observe(seconds)
 
-    def _gauge(self, what: str, words: str, *labels: str) -> Gauge:
-        return Gauge(f"asyncflow_operator_{what}", words, labels, registry=self.registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"asyncflow_operator_{name}", help_text, labels, registry=self.registry)
 
-    def _counter(self, what: str, words: str, *labels: str) -> Counter:
-        return Counter(f"asyncflow_operator_{what}", words, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"asyncflow_operator_{name}", help_text, labels, registry=self.registry)
 
-    def _histogram(self, what: str, words: str, *labels: str) -> Histogram:
-        return Histogram(f"asyncflow_operator_{what}", words, labels, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, help_text: str, *labels: str) -> Histogram:
+        return Histogram(f"asyncflow_operator_{name}", help_text, labels, registry=self.registry, buckets=_SECONDS)
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formatter that makes one JSON object a record; the keys of ``extra`` become its fields."""
+    """Formatter that writes each record as one JSON object; the keys of ``extra`` become its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -110,7 +112,7 @@ class JsonLogFormatter(logging.Formatter):
 
 
 def setup_logging(level: str, *, stream: TextIO | None = None) -> None:
-    """Send all log records of this process to ``stream`` (stderr); those of other packages from WARNING on."""
+    """Send log records to ``stream`` (stderr): the operator's from ``level`` up, all others from WARNING up."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLogFormatter())
     root = logging.getLogger()
@@ -121,7 +123,7 @@ def setup_logging(level: str, *, stream: TextIO | None = None) -> None:
 
 
 def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
-    """Set the gauges of the fleet to what the store holds now, when ``/metrics`` is asked."""
+    """Set the gauges that count objects from the store; called for each request of ``/metrics``."""
     phases: collections.Counter[str] = collections.Counter()
     used: dict[str, float] = {}
     stalled = 0
@@ -154,8 +156,10 @@ def _is(resource: CustomResource, condition: str) -> bool:
 
 
 def _budgets(job: CustomResource) -> dict[str, float]:
-    """Return, by role, the share of its restarts that a job has used, of those that have used any; a role that may have
-    none is left out, and so is a job that is suspended or has ended, of which nothing is restarted.
+    """Return the share of its restart budget that each role of a job has used, by kind of role.
+
+    Roles without restarts or without a budget are left out. The result is empty for a job that is suspended or has
+    ended, because its processes are not restarted.
     """
     restarts = job.status.restarts
     if job.model is None or not restarts or job.status.phase not in ACTIVE:
@@ -169,9 +173,10 @@ def _budgets(job: CustomResource) -> dict[str, float]:
 
 
 class HealthChecks:
-    """Measurements by which ``/healthz`` answers.
+    """Measurements that ``/healthz`` reports.
 
-    work_s, watch_s: seconds without a move in the work on objects, and in the watch that moved least lately.
+    work_s: returns the seconds without progress on due objects.
+    watch_s: returns the seconds without activity of the least recently active watch.
     """
 
     def __init__(self, *, work_s: Callable[[], float], watch_s: Callable[[], float], metrics: Metrics) -> None:
@@ -181,33 +186,33 @@ class HealthChecks:
         metrics.loop_lag.set_function(lambda: self._lag_s)
 
     async def run(self) -> Never:
-        """Measure how late the event loop is, until cancelled."""
+        """Measure the delay of the event loop, until cancelled."""
         while True:
-            begun = time.monotonic()
+            started = time.monotonic()
             await asyncio.sleep(_TICK_S)
-            self._lag_s = max(0.0, time.monotonic() - begun - _TICK_S)
+            self._lag_s = max(0.0, time.monotonic() - started - _TICK_S)
 
     def problems(self) -> list[str]:
         """Return a sentence for each limit that is exceeded."""
         limits = (
             ("the event loop is late by", self._lag_s, MOST_LAG_S),
-            ("objects are due, and work on none was begun or ended for", self._work_s(), MOST_STUCK_S),
-            ("a watch has neither heard the server nor tried again for", self._watch_s(), MOST_STUCK_S),
+            ("objects are due, and no reconciliation was started or finished for", self._work_s(), MOST_STUCK_S),
+            ("a watch has neither received a message nor retried for", self._watch_s(), MOST_STUCK_S),
         )
-        return [f"{what} {value:.1f} s" for what, value, most in limits if value > most]
+        return [f"{text} {value:.1f} s" for text, value, limit in limits if value > limit]
 
 
 class Http:
-    """Server of the three paths.
+    """Server of ``/healthz``, ``/readyz`` and ``/metrics``.
 
-    ready: returns what is still waited for, nothing if ready; refresh: brings the gauges up to date.
+    ready: returns the names of pending lists, none if the process is ready; refresh: updates the gauges.
     """
 
     def __init__(
-        self, *, metrics: Metrics, vitals: HealthChecks, ready: Callable[[], list[str]], refresh: Callable[[], None]
+        self, *, metrics: Metrics, health: HealthChecks, ready: Callable[[], list[str]], refresh: Callable[[], None]
     ) -> None:
         self._metrics = metrics
-        self._vitals = vitals
+        self._health = health
         self._ready = ready
         self._refresh = refresh
         app = web.Application()
@@ -217,7 +222,7 @@ class Http:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handle_signals=False)
 
     async def start(self, host: str, port: int) -> int:
-        """Serve, and return the port. Raises Refused where it cannot listen."""
+        """Start serving, and return the port. Raises Refused if it cannot listen."""
         await self._runner.setup()
         try:
             await web.SockSite(self._runner, _bound(host, port)).start()
@@ -233,7 +238,7 @@ class Http:
         await self._runner.cleanup()
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return _health_response(self._vitals.problems())
+        return _health_response(self._health.problems())
 
     async def _readyz(self, _: web.Request) -> web.Response:
         return _health_response(self._ready())
@@ -245,7 +250,7 @@ class Http:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to ``host``, ``*`` for all addresses of this machine."""
+    """Return a listening socket on ``host``, ``*`` for all addresses of this machine."""
     if host == "*":
         host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - a pod's probes come from the node
     both = host == "::" and socket.has_dualstack_ipv6()
@@ -253,5 +258,5 @@ def _bound(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, dualstack_ipv6=both)
 
 
-def _health_response(wrong: list[str]) -> web.Response:
-    return web.Response(text="; ".join(wrong) or "ok", status=503 if wrong else 200)
+def _health_response(problems: list[str]) -> web.Response:
+    return web.Response(text="; ".join(problems) or "ok", status=503 if problems else 200)

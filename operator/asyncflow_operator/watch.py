@@ -1,12 +1,12 @@
-"""Watches of the cluster, which keep the store in step with it and mark the objects to reconcile.
+"""Watches of the cluster, which keep the store up to date and mark the objects to reconcile.
 
-kopf watches the three custom kinds and passes their events to the store; informers watch everything that the operator
-makes for them.
+kopf watches the three custom kinds and passes their events to the store. Informers watch all objects that the operator
+creates for them.
 
-Invariants: whatever changes, the object that it was made for is marked, and those that refer to it where they may be
-decided in another way; and a list of all custom resources, at the start and now and then, finds what no watch has
-reported. kopf leaves no trace: there are handlers of raw events only,
-so that it writes neither finalizer nor annotation; it posts no events, looks for no peers, and remembers nothing.
+Invariants: when an object changes, its owner is marked, and so is each custom resource that refers to that owner if its
+decision may differ. All custom resources are listed at the start and periodically, so that a change that no watch
+reported is found. kopf writes nothing to the cluster: it has handlers of raw events only and therefore sets no
+finalizers and no annotations; it posts no events, looks for no peers and stores no state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncflow.api.status import JobStatus
 from asyncflow_operator.cluster.client import Api, ApiError
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import CONFIG, CUSTOM_KINDS, MEMBERS, QUEUE, RLJOB, SYNC, Kind
-from asyncflow_operator.cluster.owners import CustomResource, begun, custom_resource, recover_accepted
+from asyncflow_operator.cluster.owners import CustomResource, custom_resource, has_started, recover_accepted
 from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
 from asyncflow_operator.references import Key, References
@@ -35,15 +35,15 @@ _SERVER_S: Final = 300
 _CLIENT_S: Final = 310
 _PAGE: Final = 500
 _WORKER_S: Final = 1.0
-"""Seconds for which kopf keeps a task for an object without events."""
+"""Seconds for which kopf keeps the task of an object without events."""
 
 Handler = Callable[..., Awaitable[None]]
 Json = Mapping[str, Any]
 
 _LABELS: Final = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 _RETRY_S: Final = 5.0
-_BEGIN_S: Final = 30.0
-"""Seconds within which kopf begins to watch, once it is ready."""
+_START_S: Final = 30.0
+"""Seconds within which kopf starts its watches, once it is ready."""
 _LOOK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ _log = logging.getLogger(__name__)
 async def run_kopf(
     api: Api, store: ObjectStore, *, namespaces: tuple[str, ...], stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
-    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun.
+    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has started.
 
-    kopf looks for the custom kinds once, when it begins: it does not before the cluster has them.
+    kopf looks up the custom kinds only when it starts, so it is started after the cluster has them.
     """
     while not await _defined(api):
         if await _is_set(stop, within_s=_RETRY_S):
@@ -75,7 +75,7 @@ async def run_kopf(
         registry=registry,
         settings=settings,
         standalone=True,
-        identity=FIELD_MANAGER,  # type: ignore[arg-type]  # else kopf asks for the user's name, which a pod has not
+        identity=FIELD_MANAGER,  # type: ignore[arg-type]  # by default kopf uses the user's name, which a pod lacks
         clusterwide=not namespaces,
         namespaces=namespaces,
         stop_flag=stop,
@@ -84,29 +84,29 @@ async def run_kopf(
 
 
 class WatchEnded(Exception):
-    """A watch has ended for good, or what it has told holds no more: a new process is to begin anew."""
+    """A watch has ended permanently, or its past events no longer hold: a new process must start from scratch."""
 
 
 async def until_a_watch_ends(namespaces: tuple[str, ...]) -> Never:
-    """Raise WatchEnded once kopf watches one of the custom kinds no more. namespaces: as of ``run_kopf``.
+    """Raise WatchEnded once kopf no longer watches one of the custom kinds. namespaces: as in ``run_kopf``.
 
-    An error that kopf does not know how to mend (a refusal, or any event ERROR but that of a version that is too old)
-    ends the task of that watch, and nothing else.
+    An error from which kopf does not recover (a refusal, or any ERROR event except "resource version too old") ends the
+    task of that watch only.
     """
     wanted = len(CUSTOM_KINDS) * max(1, len(namespaces))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_BEGIN_S):
+        async with asyncio.timeout(_START_S):
             while len(_watches()) < wanted:
                 await asyncio.sleep(_LOOK_S)
     watches = _watches()
     if len(watches) == wanted:
         await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-    _log.error("a watch has ended, beginning anew", extra={"left": sorted(each.get_name() for each in _watches())})
+    _log.error("a watch has ended, restarting", extra={"left": sorted(each.get_name() for each in _watches())})
     raise WatchEnded
 
 
 def _watches() -> set[asyncio.Task[Any]]:
-    """Return the tasks of kopf that watch; it gives them to nobody, but a name."""
+    """Return kopf's watching tasks, found by name because kopf does not expose them."""
     return {task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")}
 
 
@@ -175,7 +175,7 @@ def _login(api: Api) -> Callable[..., Awaitable[kopf.ConnectionInfo]]:
 
 
 def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float]) -> Any:
-    """Return the view of an object of any kind; see ``Store``."""
+    """Return the view of an object of any kind; see ``ObjectStore``."""
     if kind == "Pod":
         return pod_view(raw, before, now=now())
     return custom_resource(kind, raw, before) if kind in _CUSTOM else object_view(raw, kind=kind)
@@ -184,7 +184,9 @@ def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float]) -> A
 class ClusterWatch:
     """All watches.
 
-    mark: called with a key to reconcile; renew: with a key that is new, gone, or has another spec; now: unix seconds.
+    mark: called with each key to reconcile.
+    renew: called with each key that is new, was deleted, or has another spec.
+    now: returns unix seconds.
     """
 
     def __init__(
@@ -215,35 +217,35 @@ class ClusterWatch:
         }
 
     def missing(self) -> list[str]:
-        """Return what is not known yet, nothing once everything has been listed."""
+        """Return the names of the lists that are not complete yet, none once all kinds have been listed."""
         kinds = sorted({each.kind.plural for each in self._informers if not each.synced.is_set()})
         resources = [] if self._listed.is_set() else ["the first list of custom resources"]
         return [f"the list of {plural}" for plural in kinds] + resources
 
     async def synced(self) -> None:
-        """Wait until everything has been listed once; ``missing`` says what is waited for."""
+        """Wait until all kinds have been listed once; ``missing`` names the pending lists."""
         for informer in self._informers:
             await informer.synced.wait()
         await self._listed.wait()
 
     def silent_s(self) -> float:
-        """Return for how long the quietest informer has heard nothing."""
+        """Return the seconds since the last message from the server, of the informer with the oldest one."""
         now = time.monotonic()
-        return max(now - each.heard for each in self._informers)
+        return max(now - each.last_message for each in self._informers)
 
     def stuck_s(self) -> float:
-        """Return for how long an informer has neither heard anything nor tried again."""
+        """Return the longest time for which an informer has neither received a message nor retried."""
         now = time.monotonic()
-        return max(now - each.moved for each in self._informers)
+        return max(now - each.last_activity for each in self._informers)
 
     async def run(self) -> None:
-        """Follow what the operator makes until cancelled."""
+        """Watch the objects that the operator creates, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for informer in self._informers:
                 group.create_task(informer.run(), name=f"informer {informer.kind.plural}")
 
     async def resync(self) -> Never:
-        """List the custom resources now and then until cancelled. Raises WatchEnded where they are of an older time."""
+        """List the custom resources periodically until cancelled. Raises WatchEnded if their state is an older one."""
         while True:
             try:
                 for kind in CUSTOM_KINDS:
@@ -257,10 +259,11 @@ class ClusterWatch:
             await asyncio.sleep(self._resync_s)
 
     async def _relist(self, kind: Kind, namespace: str) -> None:
-        """Compare the store with a list, and have everything reconciled once.
+        """Update the store from a list, and mark every object of the kind.
 
-        Where an object, or the list itself, is older than what was known before it was asked for, etcd was restored
-        from a backup: watches go on where they were, and hear nothing, and what has come since is taken for old.
+        If an object or the list itself is older than the store was before the request, etcd was restored from a backup.
+        Watches would then continue from a version that the server has not reached and receive nothing, and the store
+        would drop new changes as old ones.
         """
         known = {entry.uid: entry.version for _, _, entry in self.store.all(kind.name)}
         newest = max(known.values(), default=0)
@@ -271,7 +274,7 @@ class ClusterWatch:
             items = page.get("items") or ()
             older = any(int(raw["metadata"]["resourceVersion"]) < known.get(raw["metadata"]["uid"], 0) for raw in items)
             if older or int(version) < newest:
-                _log.error("the API server has gone back to an older state, beginning anew", extra={"kind": kind.name})
+                _log.error("the API server has gone back to an older state, restarting", extra={"kind": kind.name})
                 raise WatchEnded
             for raw in items:
                 listed.add(raw["metadata"]["uid"])
@@ -283,10 +286,10 @@ class ClusterWatch:
             self._mark(Key(kind.name, where, name))
 
     async def _recover_accepted(self, kind: Kind, raw: Json) -> None:
-        """Find the spec that was accepted last of an object that has begun and whose newest spec is refused."""
+        """Restore the last accepted spec of an object that has started and whose newest spec is refused."""
         meta = raw["metadata"]
         entry = self.store.get(kind.name, meta["namespace"], meta["name"])
-        if entry is None or entry.view.model is not None or not begun(entry.view.status):
+        if entry is None or entry.view.model is not None or not has_started(entry.view.status):
             return
         config = await self._api.find(CONFIG, meta["namespace"], meta["name"], metadata_only=False)
         if config is None or controller_of(config)[2] != entry.uid:
@@ -296,7 +299,7 @@ class ClusterWatch:
             self.store.revise(kind.name, meta["namespace"], meta["name"], recover_accepted(entry.view, raw, config))
 
     def _changed(self, group: ObjectGroup, kind: str, before: Any, after: Any) -> None:
-        """Mark every key whose decision may differ after an object of ``kind`` in ``group`` has changed."""
+        """Mark every key whose decision may differ after a change of an object of ``kind`` in ``group``."""
         if before is None:
             for informer in self._optional.get(kind, ()):
                 informer.exists()
@@ -318,9 +321,10 @@ class ClusterWatch:
 
 
 def _decisive(before: CustomResource | None, after: CustomResource | None) -> bool:
-    """Return whether jobs and versions that refer to a custom resource may be decided in another way once it is so.
+    """Return whether a change of a custom resource may change decisions about jobs and WeightSyncs that refer to it.
 
-    They go by its spec in force, its owners and, of a job, its phase; a WeightSync shows figures of its job besides.
+    Those decisions depend on its spec in force, its owner and, for a job, its phase. A WeightSync also shows figures of
+    its job.
     """
     if before is None or after is None or before.model is not after.model:
         return True
@@ -330,5 +334,5 @@ def _decisive(before: CustomResource | None, after: CustomResource | None) -> bo
 
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 _AFFECTED: Final = {RLJOB.name: (RLJOB.name, QUEUE.name, SYNC.name), SYNC.name: (RLJOB.name, SYNC.name)}
-"""By the kind that changed: the kinds of its group to reconcile, with that which the group is of; RLJob and
-TransferQueue by default."""
+"""Kinds to reconcile in the group of a changed object, in addition to the kind of the group itself, by the kind of the
+changed object; RLJob and TransferQueue by default."""

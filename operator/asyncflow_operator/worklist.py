@@ -1,8 +1,8 @@
 """Order of reconciliation: a set of keys, each with the time from which it is due.
 
-Invariants: a key is in work at most once at a time and waits at most once, however often it is marked; whatever is due
-longest goes first, so none starves; a key that failed is left alone for its backoff, whatever marks it meanwhile,
-unless it is ``renewed``: then somebody has changed what failed.
+Invariants: a key is in work at most once at a time, and waits at most once however often it is marked. The key that has
+been due longest is taken first, so that none starves. A key that failed is not taken before its backoff has passed,
+even if it is marked in between, unless it is passed to ``renew`` because its object has changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ K = TypeVar("K", bound=Hashable)
 FIRST_BACKOFF_S: Final = 1.0
 LONGEST_BACKOFF_S: Final = 60.0
 COOLDOWN_S: Final = 0.1
-"""Between the end of one reconcile and the start of the next of the same key, so that a burst of changes is one."""
+"""Seconds between the end of a reconcile and the start of the next of the same key, which merge a burst of changes."""
 _SPARE: Final = 64
-"""Entries of the order, beside two for each key that waits, from which on those that hold no more are dropped."""
+"""Entries of the order, in addition to two for each waiting key, above which outdated entries are dropped."""
 
 
 def backoff(
@@ -31,15 +31,19 @@ def backoff(
     longest_s: float = LONGEST_BACKOFF_S,
     uniform: Callable[[float, float], float] = random.uniform,
 ) -> float:
-    """Return the seconds to wait before the next attempt, after so many failures in a row (at least one).
+    """Return the seconds to wait before the next attempt, after this number of failures in a row (at least one).
 
-    ``first_s`` doubles with each failure up to ``longest_s``; ``uniform`` draws the jitter, at most a quarter.
+    The pause doubles with each failure, from ``first_s`` up to ``longest_s``. ``uniform`` draws the jitter, which
+    shortens it by at most a quarter.
     """
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 16)) * uniform(0.75, 1.0)
 
 
 class Worklist(Generic[K]):
-    """Keys to work on. clock: seconds; waited: called with the seconds that a due key waited; rng: of the jitter."""
+    """Keys to work on.
+
+    clock: returns seconds; waited: called with the seconds that a due key waited; rng: generator for the jitter.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Worklist(Generic[K]):
         return len(self._due)
 
     def mark(self, key: K, *, after_s: float = 0.0) -> None:
-        """Work on ``key`` within ``after_s`` seconds."""
+        """Make ``key`` due in at most ``after_s`` seconds, or when its backoff ends if that is later."""
         due = max(self._clock() + after_s, self._not_before.get(key, 0.0))
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
@@ -78,18 +82,18 @@ class Worklist(Generic[K]):
             self._changed.set()
 
     def renew(self, key: K) -> None:
-        """Work on ``key`` now: what it failed on has changed."""
+        """Make ``key`` due now and reset its backoff, because its object has changed."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self.mark(key)
 
     def forget(self, key: K) -> None:
-        """Drop all that is known of a key whose object is gone."""
+        """Drop all records of a key whose object was deleted."""
         for known in (self._due, self._not_before, self._failures):
             known.pop(key, None)
 
     async def take(self) -> K:
-        """Wait for the next key that is due and return it; ``finish`` must be called with it."""
+        """Wait for the next due key and return it. The caller must call ``finish`` with it."""
         while True:
             key = self.next()
             if key is not None:
@@ -103,7 +107,7 @@ class Worklist(Generic[K]):
                 continue
 
     def next(self) -> K | None:
-        """Return the key that has been due longest, None if none is."""
+        """Return the key that has been due longest, None if none is due."""
         now = self._clock()
         while self._order and self._order[0][0] <= now:
             due, _, key = heapq.heappop(self._order)
@@ -117,7 +121,7 @@ class Worklist(Generic[K]):
         return None
 
     def finish(self, key: K, *, again_in_s: float | None = None, failed: bool = False) -> float:
-        """End the work on ``key``, and return the seconds of backoff, 0 where it did not fail."""
+        """End the work on ``key``, and return the backoff in seconds, 0 if it did not fail."""
         self._working.discard(key)
         self._moved = self._clock()
         pause_s = 0.0
@@ -135,11 +139,11 @@ class Worklist(Generic[K]):
         return pause_s
 
     def oldest_s(self) -> float:
-        """Return for how many seconds the key that has been due longest waits."""
+        """Return the seconds for which the key that has been due longest has waited."""
         while self._order and self._due.get(self._order[0][2]) != self._order[0][0]:
             heapq.heappop(self._order)
         return max(0.0, self._clock() - self._order[0][0]) if self._order else 0.0
 
     def stuck_s(self) -> float:
-        """Return for how many seconds a key has been due without the work on any being begun or ended."""
+        """Return the seconds for which a key has been due while the work on no key was started or finished."""
         return min(self.oldest_s(), self._clock() - self._moved)

@@ -1,1 +1,1 @@
-"""The API server and the pods' services: the only place of the operator that does I/O on the cluster."""
+"""Access to the API server: the only package of the operator that reads and writes objects of the cluster."""

@@ -1,13 +1,14 @@
-"""Execution of a plan: the status, then stage after stage.
+"""Execution of a plan: the status, then one stage after another.
 
-An object that somebody else made is never taken over: an object is created, or changed if it is controlled by the
-owner's UID and still has the UID that was seen; one of that name that is another's is refused, and named. A Secret is
-applied without having been seen (``desired.secrets`` says why that is enough), and not even the answer shows it.
+An existing object of another owner is never taken over. An object is created, or it is changed if the owner's UID
+controls it and it still has the observed UID; an object of the same name with another owner is a refusal that names it.
+A Secret is applied without having been observed (``desired.secrets`` explains why that is safe), and the server's
+answer does not contain it either.
 
-Invariant: a stage begins only when all of the one before has been tried and the server answers, so what was counted is
-on record before what it was counted from is gone; what the server refuses stops only what says that it needs it; where
-it fails at a pod, which may take long, no more pods are begun; and what the server answers is in the store before the
-plan counts as carried out.
+Invariants: a stage starts only after every action of the stage before has been tried and no call failed, so a counted
+failure is recorded before the pod from which it was counted is deleted. A refusal stops only the actions that need the
+refused object. After the server has failed at one pod, which may take long, no further pods are created. The server's
+answers are in the store before the plan counts as carried out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from asyncflow_operator.cluster.views import controller_of
 from asyncflow_operator.observed import Denial, Manifest, Owner, Ref
 
 AT_ONCE: Final = 8
-"""Actions of one object under way at a time."""
+"""Number of concurrent actions of one plan."""
 
 Acted = Callable[[str, str], None]
 
@@ -36,18 +37,18 @@ _log = logging.getLogger(__name__)
 
 
 class DriverCalls(Protocol):
-    """Orders to jobs' drivers, as far as a plan needs them."""
+    """Interface for orders to jobs' drivers."""
 
     def order(self, owner: Owner, path: str) -> None:
-        """POST ``path`` soon, without waiting for whether the driver takes it."""
+        """Queue a POST of ``path``, without waiting for the driver's answer."""
 
 
 @dataclass(kw_only=True)
 class Failures:
-    """Failures of an object's actions.
+    """Failures of the actions of a plan.
 
-    errors: all but refusals; denied: what was refused, and is not expected to change by itself; ends: the namespace is
-    ending.
+    errors: all failures except refusals; denied: refusals that are not expected to change by themselves; ends: whether
+    the namespace is being deleted.
     """
 
     errors: list[AsyncFlowError] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Failures:
 
     @property
     def at_pods(self) -> bool:
-        """Return whether the server did not answer, or failed at a pod, as it would at the next one."""
+        """Return whether the server did not answer or failed at a pod, so that the next pod would probably fail too."""
         return any(isinstance(error, Unreachable) for error in self.errors) or any(
             denial.failed and denial.ref.kind == POD.name for denial in self.denied
         )
@@ -75,9 +76,10 @@ class PlanExecutor:
         self._acted = acted
 
     async def write_status(self, owner: Owner, status: Manifest) -> Failures:
-        """Write the status of ``owner``, if it still is the object with that UID.
+        """Write the status of ``owner``, if that object still has the same UID.
 
-        That it is not may be said by others than its server, or of the status alone: its watch says it for sure.
+        Every refusal counts as an error. A refusal that says that the object does not exist may come from another
+        server or concern the status alone; only the watch reports its deletion reliably.
         """
         failures = Failures()
         kind = BY_NAME[owner.kind]
@@ -96,21 +98,21 @@ class PlanExecutor:
     async def carry_out(
         self, owner: Owner, stages: Sequence[Sequence[Action]], *, lacking: Collection[Ref] = ()
     ) -> Failures:
-        """Carry out the stages in order, the actions of each at the same time; none after one in which a call failed.
+        """Carry out the stages in order, the actions of a stage concurrently; stop after a stage with a failed call.
 
-        lacking: objects that were refused before and are not tried again now.
+        lacking: objects that were refused before and are not retried yet.
         """
         failures = Failures()
         slots = asyncio.Semaphore(AT_ONCE)
         for stage in stages:
             absent = {*lacking, *(denial.ref for denial in failures.denied)}
             ready = [action for action in stage if not (isinstance(action, Apply) and action.needs & absent)]
-            await asyncio.gather(*(self._one(owner, action, failures, slots) for action in ready))
+            await asyncio.gather(*(self._try_action(owner, action, failures, slots) for action in ready))
             if failures.errors:
                 break
         return failures
 
-    async def _one(self, owner: Owner, action: Action, failures: Failures, slots: asyncio.Semaphore) -> None:
+    async def _try_action(self, owner: Owner, action: Action, failures: Failures, slots: asyncio.Semaphore) -> None:
         if isinstance(action, DriverOrder):
             self._driver.order(owner, action.path)
             return
@@ -118,7 +120,7 @@ class PlanExecutor:
             if failures.at_pods and isinstance(action, Apply) and action.ref.kind == POD.name:
                 return
             try:
-                await self._do(owner, action)
+                await self._perform(owner, action)
             except Refusal as refused:
                 failures.ends = failures.ends or refused.namespace_ends
                 if refused.namespace_ends or refused.replaced or (refused.conflict and not refused.exists):
@@ -135,7 +137,7 @@ class PlanExecutor:
                 return
         self._log_action(owner, type(action).__name__.lower(), _name(action.ref), error)
 
-    async def _do(self, owner: Owner, action: Apply | Delete | Release | Report) -> None:
+    async def _perform(self, owner: Owner, action: Apply | Delete | Release | Report) -> None:
         match action:
             case Apply():
                 await self._apply(owner, action)
@@ -147,7 +149,7 @@ class PlanExecutor:
                 await self._write_part_of_status(owner.namespace, action)
 
     def _lacks(self, owner: Owner, action: Action) -> bool:
-        """Return whether the owner lacks what was to be made."""
+        """Return whether the owner lacks the object that the action was to create."""
         if not isinstance(action, Apply):
             return False
         if BY_NAME[action.ref.kind].watched == "never":
@@ -171,7 +173,7 @@ class PlanExecutor:
             self._store.put(kind.name, raw)
 
     async def _create(self, owner: Owner, kind: Kind, manifest: Manifest) -> Json | None:
-        """Create an object. Returns None where it is the owner's already, which the watch will report."""
+        """Create an object. Returns None if the owner already has it; the watch will report it."""
         try:
             if kind is POD:
                 return await self._api.create(kind, owner.namespace, manifest)
@@ -182,9 +184,10 @@ class PlanExecutor:
             return await self._recover(owner, kind, manifest, refused)
 
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
-        """Return the existing object that no watch reports: the owner's own, if somebody took its labels away.
+        """Repair and return an object of the owner that no watch reports because its labels were removed.
 
-        A pod without its labels is covered by no policy, so it is deleted. Raises ``refused`` for one of somebody else.
+        A pod without its labels is covered by no NetworkPolicy, so it is deleted. Returns None for a pod that has its
+        labels. Raises Refusal for an object of another owner.
         """
         name = manifest["metadata"]["name"]
         found = await self._api.find(kind, owner.namespace, name)
@@ -213,7 +216,7 @@ class PlanExecutor:
         return await self._api.apply(kind, namespace, body, force=True)
 
     async def _delete(self, owner: Owner, action: Delete) -> None:
-        """Delete an object; that it is gone already, or that its name belongs to another one by now, is as good."""
+        """Delete an object. It is no failure if it does not exist or its name belongs to a newer object."""
         kind, name, uid = BY_NAME[action.ref.kind], action.ref.name, action.uid
         try:
             raw = await self._api.delete(kind, owner.namespace, name, uid=uid, grace_s=action.grace_s)
@@ -229,7 +232,7 @@ class PlanExecutor:
             self._store.remove(kind.name, owner.namespace, name, uid)
 
     async def _release(self, namespace: str, action: Release) -> None:
-        """Change a pod's gates and finalizers; that it is gone already, or another one by now, is as good."""
+        """Change a pod's gates and finalizers. It is no failure if the pod does not exist or is a newer one."""
         metadata: Manifest = {"uid": action.uid}
         body: Manifest = {"metadata": metadata}
         if action.finalizers is not None:
@@ -244,7 +247,7 @@ class PlanExecutor:
                 raise
 
     async def _write_part_of_status(self, namespace: str, action: Report) -> None:
-        """Write parts of a status, unless the object has changed since: its watch then has it reconciled again."""
+        """Write parts of a status, unless the object has changed since; its watch then triggers a reconciliation."""
         kind = BY_NAME[action.ref.kind]
         body = {"metadata": {"resourceVersion": action.version}, "status": action.status}
         try:

@@ -1,9 +1,11 @@
-"""Calls to the API server: JSON in, JSON out, one pool of connections, and errors sorted by what to do about them.
+"""Client of the API server: JSON requests over one pool of connections, with one error class for each reaction.
 
-``kubernetes.aio`` provides configuration, credentials and transport; its model classes are not used. Invariants: a call
-ends within its deadline and with at most ``ANSWER_BYTES``, whatever the server does; no redirect is followed and
-nothing is decompressed; what may be tried again is, and every answer is counted once. Every failed call ends as one of
-the errors here; what was asked for and why it failed are in its words, no secret is.
+``kubernetes.aio`` provides configuration, credentials and transport; its model classes are not used.
+
+Invariants: a call ends within its deadline and reads at most ``ANSWER_BYTES``, whatever the server does. No redirect is
+followed and nothing is decompressed. A call that may be retried is retried, and every answer is counted once. Every
+failed call raises one of the errors of this module, whose message names the request and the reason and contains no
+secret.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _ENDING = "NamespaceTerminating"
 _UID: Final = re.compile(r"UID in (the )?precondition|uid mismatch|metadata\.uid")
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
-"""Called with each answer: verb, resource, HTTP status or the name of the error, seconds."""
+"""Called for each answer with the verb, the resource, the HTTP status or the name of the error, and the seconds."""
 
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
@@ -43,13 +45,13 @@ METADATA: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 ANSWER_BYTES: Final = 16 << 20
-"""The largest answer, and the largest line of a watch; a page of a list that is larger is asked for in smaller ones."""
+"""Largest answer, and largest line of a watch; a larger page of a list is requested again in smaller pages."""
 CALL_S: Final = 15.0
-"""Seconds of one attempt."""
+"""Seconds for one attempt."""
 DEADLINE_S: Final = 30.0
-"""Seconds of a call with all its attempts."""
+"""Seconds for a call with all its attempts."""
 _NO_VERSION: Final = "1"
-"""A resource version that no object has: etcd counts from it."""
+"""A resource version that no object has, because it is etcd's first revision."""
 _FIRST_BACKOFF_S: Final = 0.2
 _LONGEST_BACKOFF_S: Final = 5.0
 _OWNED: Final = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
@@ -66,33 +68,34 @@ class ApiError(AsyncFlowError):
 
 
 class Unreachable(ApiError):
-    """No answer came in time, or only that the server is too busy; the call was tried again until its deadline."""
+    """No answer came in time, or the server was too busy; the call was retried until its deadline."""
 
     code = "api_unreachable"
 
 
 class TooLarge(ApiError):
-    """An answer is larger than any that is read."""
+    """An answer is larger than ``ANSWER_BYTES``."""
 
     code = "api_too_large"
 
 
 class NotLeading(ApiError):
-    """Nothing was sent: another operator may write now."""
+    """Nothing was sent, because another operator may lead now."""
 
     code = "api_not_leading"
 
 
 class Expired(ApiError):
-    """A watch or a page continues from a version that the server no longer has: list again."""
+    """A watch or a page continues from a version that the server no longer has: the caller must list again."""
 
     code = "api_expired"
 
 
 class Refusal(ApiError):
-    """The server said no.
+    """The server refused a call.
 
-    status: of HTTP; reason: Kubernetes' one word; about: the resource that it is about, "" where that is not said.
+    status: HTTP status; reason: the field ``reason`` of the answer; about: the resource that the answer names, "" for
+    none; causes: the reasons in ``details.causes``.
     """
 
     code = "api_refusal"
@@ -108,12 +111,12 @@ class Refusal(ApiError):
 
     @property
     def failed(self) -> bool:
-        """Return whether no object causes it: the server, a webhook or the credentials of this process failed."""
+        """Return whether the server, a webhook or this process's credentials failed, independently of the object."""
         return self.status == 401 or self.status >= 500
 
     @property
     def absent(self) -> bool:
-        """Return whether the object, or the whole kind, does not exist."""
+        """Return whether the object or the whole kind does not exist."""
         return self.status == 404
 
     @property
@@ -123,25 +126,25 @@ class Refusal(ApiError):
 
     @property
     def exists(self) -> bool:
-        """Return whether there is an object of that name already."""
+        """Return whether an object of that name already exists."""
         return self.status == 409 and self.reason == "AlreadyExists"
 
     @property
     def replaced(self) -> bool:
-        """Return whether the object with the UID that was named is no more.
+        """Return whether the object with the requested UID no longer exists.
 
-        Its words say so: of an object that has changed, or a quota that has, the status is the same.
+        This is read from the message, because a conflict about a changed object or a changed quota has the same status.
         """
         return self.status in (409, 422) and _UID.search(self.what) is not None
 
     @property
     def namespace_ends(self) -> bool:
-        """Return whether nothing can be made in the namespace any more, because it is being deleted."""
+        """Return whether nothing can be created in the namespace because it is being deleted."""
         return _ENDING in self.causes
 
 
 def refusal(status: int, answer: Mapping[str, Any], *, where: str) -> ApiError:
-    """Return the error for an answer of the server, a ``Status`` object or anything else."""
+    """Return the error for an answer of the server, which is a ``Status`` object or any other JSON object."""
     details = answer.get("details") or {}
     causes = tuple(str(cause.get("reason", "")) for cause in details.get("causes") or ())
     what = str(answer.get("message") or f"HTTP {status}")
@@ -162,7 +165,7 @@ async def _refuse_redirects(
 
 
 def _fenced(api: Api) -> type[aiohttp.ClientRequest]:
-    """Return the requests that ask ``may_write`` once they have a connection: after that, nothing waits any more."""
+    """Return a request class that checks ``may_write`` after it has a connection, immediately before it sends."""
 
     class Fenced(aiohttp.ClientRequest):
         async def send(self, conn: Connection) -> aiohttp.ClientResponse:
@@ -174,7 +177,10 @@ def _fenced(api: Api) -> type[aiohttp.ClientRequest]:
 
 
 class Api:
-    """Client of one server, as one user. may_write: called before each write is sent; where it is False, NotLeading."""
+    """Client of one server, as one user.
+
+    may_write: called before each write is sent; if it returns False, the call raises NotLeading.
+    """
 
     def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
         configuration.client_session_kwargs = {
@@ -191,9 +197,9 @@ class Api:
 
     @classmethod
     async def connect(cls, *, kubeconfig: Path | None, connections: int, answered: Answered = lambda *_: None) -> Api:
-        """Make a client from a kubeconfig, or without one from the pod's service account; nothing is sent yet.
+        """Return a client from a kubeconfig, or from the pod's service account; nothing is sent yet.
 
-        connections: most calls and watches at a time. Raises ManifestError where there is no usable configuration.
+        connections: most concurrent calls and watches. Raises ManifestError if there is no usable configuration.
         """
         configuration = Configuration()
         configuration.connection_pool_maxsize = connections
@@ -217,7 +223,7 @@ class Api:
         await self._client.close()
 
     async def settle(self, kind: Kind) -> None:
-        """Find out in which version the cluster serves a kind of which some serve an older one. Raises as ``get``."""
+        """Choose the version of a kind that the cluster serves, if the kind has an older one. Raises as ``get``."""
         if not kind.older:
             return
         group = kind.api_version.partition("/")[0]
@@ -226,7 +232,7 @@ class Api:
         self._served[kind.name] = kind.at(kind.older) if kind.api_version not in served else kind
 
     async def serves(self, kind: Kind) -> bool:
-        """Return whether the cluster has a kind by now. Raises as ``get``."""
+        """Return whether the cluster has a kind. Raises as ``get``."""
         try:
             answer = await self._call("get", "GET", kind, f"/apis/{kind.api_version}")
         except Refusal as refused:
@@ -236,20 +242,20 @@ class Api:
         return any(each["name"] == kind.plural for each in answer.get("resources") or ())
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Json:
-        """Read one object. Raises Refusal (``absent``) and Unreachable, as all calls do."""
+        """Return an object. Raises Refusal (``absent`` if it does not exist) and Unreachable, as all calls do."""
         return await self._call("get", "GET", kind, self._path(kind, namespace, name))
 
     async def create(self, kind: Kind, namespace: str, body: Json, *, deadline_s: float = DEADLINE_S) -> Json:
-        """Create an object; refused (``conflict``) where there is one of its name."""
+        """Create an object. Raises Refusal (``conflict``) if one of that name exists."""
         path, body = self._path(kind, namespace), self._written(kind, body)
         return await self._call("create", "POST", kind, path, body=body, query=_OWNED, deadline_s=deadline_s)
 
     async def make(self, kind: Kind, namespace: str, manifest: Json) -> Json:
-        """Create an object by server-side apply, so that a later apply can take back each of its fields.
+        """Create an object by server-side apply, so that a later apply can remove each of its fields.
 
-        Refused (``exists``) where there is one of its name: an apply that names a version is refused by an object of
-        any other, and no object has that version. A conflict about another resource is that of a quota which many use
-        at once.
+        Raises Refusal (``exists``) if an object of that name exists: the request names a resource version that no
+        object has, and the server refuses it for an object with another version. A conflict about another resource is
+        not of this kind; it comes from concurrent use of a quota.
         """
         name = manifest["metadata"]["name"]
         body = manifest | {"metadata": manifest["metadata"] | {"resourceVersion": _NO_VERSION}}
@@ -262,7 +268,7 @@ class Api:
             raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
 
     async def find(self, kind: Kind, namespace: str, name: str, *, metadata_only: bool = True) -> Json | None:
-        """Return an object whatever its labels are, None where there is none: by a list of one."""
+        """Return an object whatever its labels are, None if it does not exist, by a list with its name."""
         fields = f"metadata.name={name}"
         async for page in self.pages(kind, namespace=namespace, fields=fields, metadata_only=metadata_only):
             for raw in page.get("items") or ():
@@ -270,13 +276,13 @@ class Api:
         return None
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Json, *, deadline_s: float) -> Json:
-        """Write a whole object; refused (``conflict``) where it has another ``resourceVersion`` by now."""
+        """Write a whole object. Raises Refusal (``conflict``) if its ``resourceVersion`` has changed."""
         return await self._call(
             "update", "PUT", kind, self._path(kind, namespace, name), body=body, deadline_s=deadline_s
         )
 
     async def merge(self, kind: Kind, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
-        """Change some fields of an object."""
+        """Change some fields of an object by a merge patch."""
         path = self._path(kind, namespace, name, subresource)
         return await self._call("patch", "PATCH", kind, path, body=body, form=MERGE)
 
@@ -289,9 +295,9 @@ class Api:
         force: bool,
         metadata_only: bool = False,
     ) -> Json:
-        """Apply an object by server-side apply, and return what it is then.
+        """Apply an object by server-side apply, and return the resulting object.
 
-        force: take fields from other managers instead of being refused; metadata_only: whether the rest is not sent.
+        force: take fields from other managers instead of raising Refusal; metadata_only: return its metadata only.
         """
         path = self._path(kind, namespace, manifest["metadata"]["name"])
         query = _OWNED | ({"force": "true"} if force else {})
@@ -300,10 +306,10 @@ class Api:
         return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY, accept=accept)
 
     async def write_status(self, kind: Kind, namespace: str, name: str, status: Json, *, uid: str) -> Json:
-        """Replace the status of the custom resource with this uid; refused (``replaced``) where it is another by now.
+        """Replace the status of a custom resource. Raises Refusal (``replaced``) if the object has another UID.
 
-        Of a UID that is applied or merged with a status the server takes no notice, so a JSON Patch tests it. A test
-        that fails is refused without a cause; what is wrong with a status is named.
+        The server ignores a UID that is applied or merged together with a status, so a JSON Patch tests it. A failed
+        test is refused without causes; an invalid status is refused with causes.
         """
         path = self._path(kind, namespace, name, "status")
         body: list[Json] = [
@@ -319,7 +325,7 @@ class Api:
             raise Refusal(what, where=refused.where, status=409, reason="Conflict") from refused
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
-        """Delete the object with this uid; refused (``replaced``) where the name belongs to another one by now."""
+        """Delete an object. Raises Refusal (``replaced``) if the object of that name has another UID."""
         body: Json = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
@@ -336,9 +342,9 @@ class Api:
         metadata_only: bool = False,
         size: int = 500,
     ) -> AsyncIterator[Json]:
-        """Yield a list page by page, so that no more than ``size`` objects are in memory. Raises Expired half-way.
+        """Yield a list page by page, so that at most ``size`` objects are in memory.
 
-        A page that would be too large is asked for again in smaller ones.
+        A page that is too large is requested again in smaller pages. Raises Expired if the list expires between pages.
         """
         query = {"limit": str(size)}
         query |= {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
@@ -352,10 +358,10 @@ class Api:
                 query["limit"] = str(max(1, int(query["limit"]) // 8))
                 continue
             yield page
-            following = page["metadata"].get("continue")
-            if not following:
+            continuation = page["metadata"].get("continue")
+            if not continuation:
                 return
-            query["continue"] = following
+            query["continue"] = continuation
 
     async def watch(
         self,
@@ -369,19 +375,20 @@ class Api:
     ) -> AsyncIterator[list[Json]]:
         """Yield the changes after version ``since`` as they arrive, in batches, until the server ends the stream.
 
-        Raises Expired where ``since`` is too old, Unreachable where nothing, no bookmark either, came for ``idle_s`` or
-        the server is too busy to begin: after the time that it wants, the watch may go on at ``since``.
+        Raises Expired if ``since`` is too old, and Unreachable if no message, not even a bookmark, came for ``idle_s``
+        seconds. If the server is too busy to start the watch, waits for the time that it requests and raises
+        Unreachable; the watch may then be continued at ``since``.
         """
         query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
         query |= {"labelSelector": labels} if labels else {}
         path = self._path(kind, namespace)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_S)
         accept = METADATA if metadata_only else JSON
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             async with asyncio.timeout(CALL_S):
                 response = await self._send("GET", path, query=query, accept=accept, timeout=timeout)
-            self._answered("watch", kind.plural, str(response.status), time.monotonic() - begun)
+            self._answered("watch", kind.plural, str(response.status), time.monotonic() - started)
             if response.status != 200:
                 failure = refusal(response.status, _decoded(await _whole(response)), where=f"watch {path}")
                 if response.status not in _BUSY:
@@ -391,7 +398,7 @@ class Api:
             async for batch in _lines(response, idle_s):
                 yield [_changed(line, path) for line in batch]
         except _BROKEN as error:
-            raise Unreachable(_words(error), where=f"watch {path}") from error
+            raise Unreachable(_message(error), where=f"watch {path}") from error
 
     def _path(self, kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
         return self._served.get(kind.name, kind).path(namespace, name, subresource)
@@ -416,31 +423,31 @@ class Api:
         deadline = time.monotonic() + deadline_s
         failures = 0
         while True:
-            begun = time.monotonic()
-            timeout = aiohttp.ClientTimeout(total=max(0.1, min(CALL_S, deadline - begun)))
-            wanted = 0.0
+            started = time.monotonic()
+            timeout = aiohttp.ClientTimeout(total=max(0.1, min(CALL_S, deadline - started)))
+            retry_after_s = 0.0
             try:
                 response = await self._send(
                     method, path, body=body, query=query, form=form, accept=accept, timeout=timeout
                 )
                 text = await _whole(response)
             except TooLarge:
-                self._answered(verb, kind.plural, "TooLarge", time.monotonic() - begun)
+                self._answered(verb, kind.plural, "TooLarge", time.monotonic() - started)
                 raise
             except _BROKEN as error:
-                self._answered(verb, kind.plural, type(error).__name__, time.monotonic() - begun)
-                failure: Exception = Unreachable(_words(error), where=where)
+                self._answered(verb, kind.plural, type(error).__name__, time.monotonic() - started)
+                failure: Exception = Unreachable(_message(error), where=where)
             else:
-                self._answered(verb, kind.plural, str(response.status), time.monotonic() - begun)
+                self._answered(verb, kind.plural, str(response.status), time.monotonic() - started)
                 answer = _decoded(text)
                 if response.status < 300:
                     return answer
                 failure = refusal(response.status, answer, where=where)
                 if response.status not in _BUSY and "Retry-After" not in response.headers:
                     raise failure
-                wanted = _seconds(response.headers.get("Retry-After", ""))
+                retry_after_s = _seconds(response.headers.get("Retry-After", ""))
             failures += 1
-            pause = max(wanted, backoff(failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))
+            pause = max(retry_after_s, backoff(failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))
             if time.monotonic() + pause >= deadline:
                 raise Unreachable(str(failure), where=where) from failure
             await asyncio.sleep(pause)
@@ -484,11 +491,11 @@ async def _lines(response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterat
                 chunk = await response.content.readany()
             if not chunk:
                 return
-            *whole, rest = (rest + chunk).split(b"\n")
+            *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > ANSWER_BYTES:
                 raise TooLarge(f"a line of more than {ANSWER_BYTES} bytes", where=str(response.url))
-            if whole:
-                yield whole
+            if lines:
+                yield lines
 
 
 def _changed(line: bytes, path: str) -> Json:
@@ -511,5 +518,5 @@ def _seconds(header: str) -> float:
     return min(float(header), DEADLINE_S) if header.isdigit() else 0.0
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) or type(error).__name__

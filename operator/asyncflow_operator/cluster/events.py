@@ -1,8 +1,9 @@
 """Kubernetes events about custom resources, for ``kubectl describe``.
 
-Invariant: one event object per owner and words, however often they are recorded; the same again only counts it up,
-at most every ``REPEAT_S``. An event that cannot be written stops nothing: where the server has taken none until the
-deadline, all are dropped for ``QUIET_S``, because a reconciliation may have hundreds.
+Invariants: each owner and message has one event object, however often it is recorded; a repetition only increases its
+count, and is written at most every ``REPEAT_S`` seconds. An event that cannot be written stops nothing. If the server
+has not accepted an event before the deadline, all events are dropped for ``QUIET_S`` seconds, because a reconciliation
+may have hundreds of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncflow_operator.observed import Owner
 REPEAT_S: Final = 10.0
 QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
-_WORDS: Final = 1024
+_MESSAGE_CHARACTERS: Final = 1024
 
 _log = logging.getLogger(__name__)
 
@@ -37,28 +38,28 @@ class _Recorded:
 
 
 class Recorder:
-    """Writer of events. reporter: name of this process in them."""
+    """Writer of events. reporter: name of this process in the events."""
 
     def __init__(self, api: Api, *, reporter: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._reporter = reporter
         self._clock = clock
         self._quiet_until = 0.0
-        self._said: OrderedDict[str, _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[str, _Recorded] = OrderedDict()
 
     async def record(self, owner: Owner, note: Note) -> None:
-        """Write ``note`` about ``owner``, or count it up."""
+        """Write ``note`` as an event about ``owner``, or increase the count of its event."""
         name = name_of(owner, note)
-        said = self._said.get(name)
+        recorded = self._recorded.get(name)
         now = self._clock()
         if now < self._quiet_until:
             return
-        if said is not None:
-            said.count += 1
-            if now - said.at < REPEAT_S:
+        if recorded is not None:
+            recorded.count += 1
+            if now - recorded.at < REPEAT_S:
                 return
         try:
-            count = await self._write(owner, note, name, said)
+            count = await self._write(owner, note, name, recorded)
         except ApiError as error:
             if isinstance(error, Unreachable):
                 self._quiet_until = self._clock() + QUIET_S
@@ -66,23 +67,23 @@ class Recorder:
                 "could not write an event", extra={"object": f"{owner.namespace}/{owner.name}", "why": str(error)}
             )
             return
-        self._said[name] = _Recorded(count, now)
-        self._said.move_to_end(name)
-        if len(self._said) > _REMEMBERED:
-            self._said.popitem(last=False)
+        self._recorded[name] = _Recorded(count, now)
+        self._recorded.move_to_end(name)
+        if len(self._recorded) > _REMEMBERED:
+            self._recorded.popitem(last=False)
 
-    async def _write(self, owner: Owner, note: Note, name: str, said: _Recorded | None) -> int:
-        """Return the count as it stands after writing."""
+    async def _write(self, owner: Owner, note: Note, name: str, recorded: _Recorded | None) -> int:
+        """Write the event, and return its count."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        if said is not None:
-            repeated = {"count": said.count, "lastTimestamp": stamp}
+        if recorded is not None:
+            repeated = {"count": recorded.count, "lastTimestamp": stamp}
             try:
                 await self._api.merge(EVENT, owner.namespace, name, repeated)
             except Refusal as refused:
                 if not refused.absent:
                     raise
             else:
-                return said.count
+                return recorded.count
         try:
             await self._api.create(EVENT, owner.namespace, self._event(owner, note, name, stamp))
         except Refusal as refused:
@@ -101,7 +102,7 @@ class Recorder:
             "involvedObject": about | {"uid": owner.uid},
             "type": note.type,
             "reason": note.reason,
-            "message": note.message[:_WORDS],
+            "message": note.message[:_MESSAGE_CHARACTERS],
             "count": 1,
             "firstTimestamp": stamp,
             "lastTimestamp": stamp,
@@ -112,6 +113,6 @@ class Recorder:
 
 
 def name_of(owner: Owner, note: Note) -> str:
-    """Return the name of the one event that has these words about this object."""
-    words = "\n".join((owner.uid, note.type, note.reason, note.message))
-    return f"{owner.name}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    """Return the name of the event object for this owner and note."""
+    text = "\n".join((owner.uid, note.type, note.reason, note.message))
+    return f"{owner.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,8 +1,9 @@
-"""Informer: keeps the store in step with the API server for one kind, by a list and then by every change.
+"""Informer: keeps the store up to date with the API server for one kind, by a list followed by a watch.
 
-Invariant: after ``synced`` the store misses nothing older than the last line received. A stream that ends is continued
-where it ended; one that is silent, bookmarks included, for ``IDLE_S`` is dead; one that is too old begins with a list.
-One that broke off, or said nothing, is not begun again at once.
+Invariants: once ``synced`` is set, the store has every change up to the last received line. A watch that ends is
+continued at its last version. A watch without any message, bookmarks included, for ``IDLE_S`` seconds counts as dead. A
+watch whose version is too old starts again with a list. After a watch that broke off or was empty, there is a pause
+before the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.worklist import backoff
 
 IDLE_S: Final = 70.0
-"""Bookmarks come every 60 s."""
+"""Longest silence of a watch; the server sends a bookmark every 60 s."""
 _FIRST_BACKOFF_S: Final = 0.5
 _LONGEST_BACKOFF_S: Final = 30.0
 _ABSENT_PAUSE_S: Final = 300.0
@@ -31,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class Informer:
-    """Informer of one kind in one namespace, or in all ("")."""
+    """Informer of one kind in one namespace, or in all namespaces ("").
+
+    last_message: time of the last message from the server.
+    """
 
     def __init__(
         self,
@@ -45,31 +49,31 @@ class Informer:
     ) -> None:
         self.kind = kind
         self.synced = asyncio.Event()
-        self.heard = clock()
+        self.last_message = clock()
         self._api = api
         self._store = store
         self._namespace = namespace
         self._labels = labels
         self._clock = clock
         self._failures = 0
-        self._tried = math.inf
-        self._there = asyncio.Event()
+        self._retried = math.inf
+        self._kind_exists = asyncio.Event()
 
     @property
-    def moved(self) -> float:
-        """Return when it last heard the server, or tried again: a server that is away does not stop it.
+    def last_activity(self) -> float:
+        """Return the time of the last message or retry, infinite before the start.
 
-        Infinite where it has not begun.
+        An informer that retries while the server is unreachable is active.
         """
-        return max(self.heard, self._tried)
+        return max(self.last_message, self._retried)
 
     def exists(self) -> None:
-        """Take note that the cluster has the kind after all: an object of it was written."""
-        self._there.set()
+        """Record that the cluster has the kind, because an object of it was written."""
+        self._kind_exists.set()
 
     async def run(self) -> Never:
-        """Follow the kind until cancelled; failures of the server are waited out."""
-        self._tried, version = self._clock(), ""
+        """Follow the kind until cancelled; retry after failures of the server."""
+        self._retried, version = self._clock(), ""
         while True:
             try:
                 if not version:
@@ -78,13 +82,13 @@ class Informer:
                 version = await self._follow(version)
             except Expired:
                 version = ""
-                await self._rest()
+                await self._pause()
             except Refusal as refused:
                 version = ""
                 await self._wait(refused)
             except ApiError as error:
                 _log.warning("watch interrupted", extra={"resource": self.kind.plural, "why": str(error)})
-                await self._rest()
+                await self._pause()
 
     async def _list(self) -> str:
         await self._api.settle(self.kind)
@@ -96,13 +100,13 @@ class Informer:
             for raw in page.get("items") or ():
                 listed.add(raw["metadata"]["uid"])
                 self._store.put(self.kind.name, raw)
-            self.heard = self._clock()
+            self.last_message = self._clock()
             await asyncio.sleep(0)
         self._store.retain(self.kind.name, self._namespace, listed, int(version))
         return version
 
     async def _follow(self, version: str) -> str:
-        """Take changes until the server ends the stream, and return the last version seen. Raises as ``Api.watch``."""
+        """Store changes until the server ends the stream, and return the last version. Raises as ``Api.watch``."""
         stream = self._api.watch(
             self.kind,
             since=version,
@@ -111,22 +115,23 @@ class Informer:
             metadata_only=self._metadata_only,
             idle_s=IDLE_S,
         )
-        rests = True
+        pauses = True
         try:
             async for changes in stream:
-                rests, self.heard = False, self._clock()
+                pauses, self.last_message = False, self._clock()
                 self._failures = 0
                 for change in changes:
                     version = self._take(change)
         except ApiError as error:
             if isinstance(error, (Expired, Refusal)):
                 raise
-            rests = True
+            pauses = True
             _log.info(
-                "watch ended early, continuing where it ended", extra={"resource": self.kind.plural, "why": str(error)}
+                "watch broke off, continuing at its last version",
+                extra={"resource": self.kind.plural, "why": str(error)},
             )
-        if rests:
-            await self._rest()
+        if pauses:
+            await self._pause()
         return version
 
     def _take(self, change: dict[str, Any]) -> str:
@@ -147,16 +152,16 @@ class Informer:
     async def _wait(self, refused: Refusal) -> None:
         if refused.absent and self.kind.optional:
             self.synced.set()
-            self.heard = self._clock() + _ABSENT_PAUSE_S
-            self._there.clear()
+            self.last_message = self._clock() + _ABSENT_PAUSE_S
+            self._kind_exists.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABSENT_PAUSE_S):
-                    await self._there.wait()
+                    await self._kind_exists.wait()
         else:
             _log.error("the API server refused a watch", extra={"resource": self.kind.plural, "why": str(refused)})
-            await self._rest()
+            await self._pause()
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         self._failures += 1
-        self._tried = self._clock()
+        self._retried = self._clock()
         await asyncio.sleep(backoff(self._failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))

@@ -1,7 +1,7 @@
-"""The kinds of objects that the operator reads or writes, and where the API server keeps them.
+"""Table of the kinds of objects that the operator reads or writes, with their API paths.
 
-Invariant: a kind that is not in this table is neither read nor written, so the table is the upper bound of what the
-operator's role must grant. A Secret is written and never read.
+Invariants: a kind that is not in this table is neither read nor written, so the table is the upper bound of the rights
+that the operator's role must grant. A Secret is written and never read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ Watched = Literal["whole", "metadata", "never"]
 class Kind:
     """One kind of object.
 
-    api_version: ``group/version`` or ``v1``; plural: its name in paths; watched: what the informer asks for, ``whole``
-    where the status decides something; optional: whether a cluster may lack it; older: the version that a cluster may
-    have instead.
+    api_version: ``group/version`` or ``v1``.
+    plural: its name in paths.
+    watched: which part of an object the informer requests: ``whole`` if decisions depend on more than the metadata.
+    optional: whether a cluster may lack the kind.
+    older: the older version that a cluster may have instead, "" for none.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Kind:
     older: str = ""
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Return the path of an object, or without a name of the collection; all namespaces' without a namespace."""
+        """Return the path of an object, or of the collection if ``name`` is empty; of all namespaces by default."""
         root = "/api/v1" if self.api_version == "v1" else f"/apis/{self.api_version}"
         within = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
         parts = (root + within, self.plural, name, subresource)
@@ -44,9 +46,9 @@ class Kind:
         return replace(self, api_version=version)
 
     def written(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``manifest``, which is of the newest version that this operator knows, as one of this version.
+        """Return ``manifest``, written for the newest version that this operator knows, converted to this version.
 
-        A Workload of v1beta1 names the class of its priority in another way; all else that is written is the same.
+        A Workload of v1beta1 names its priority class by other fields; all other fields are the same.
         """
         if manifest["apiVersion"] == self.api_version:
             return dict(manifest)
@@ -117,9 +119,9 @@ REFERRED: Final = (
         namespaced=False,
     ),
 )
-"""Objects of the cluster that others make and jobs refer to: they are read by name, where a job asks for them."""
+"""Cluster-scoped kinds of objects that jobs refer to; they are read by name when a job refers to one."""
 
 BY_NAME: Final = {kind.name: kind for kind in (*CUSTOM_KINDS, *_OWNED)}
-"""Every kind that a plan may name."""
+"""All kinds that a plan may name."""
 MEMBERS: Final = tuple(kind for kind in _OWNED if kind.watched != "never")
-"""Kinds that the informers watch: those of the objects that the operator makes for custom resources."""
+"""Kinds that the informers watch: the kinds of the objects that the operator creates for custom resources."""

@@ -1,12 +1,12 @@
-"""The three custom kinds as the API server sends them, checked by the contract.
+"""Parsing of the three custom kinds: views of the objects that the API server sends, validated by ``asyncflow.api``.
 
-A resource that has begun and is edited to a spec that the contract refuses goes on by the last that was accepted, with
-as much of the newest as can be obeyed all the same: ``suspend: true``, and the number that is scaled. An operator that
-did not see that spec finds it in the ConfigMap that the pods read (``recover_accepted``).
+If a resource that has started is edited to a spec that is refused, its last accepted spec stays in force, together with
+the parts of the newest spec that can still be followed: ``suspend: true`` and the scaled number. An operator that has
+not seen the accepted spec reads it from the ConfigMap that the pods mount (``recover_accepted``).
 
-Invariant: an object is parsed once per generation and set of labels, however often its status changes; one that the
-contract refuses is kept with the reason and what to do, and never stops the operator. The API server knows the newest
-fields: one that is unknown here is a newer version's, and what runs under an older one goes on without it.
+Invariants: an object is parsed once per generation and set of labels, however often its status changes. A refused
+object is kept with the reason and a fix, and never stops the operator. The API server validates against the newest
+definitions, so a field that is unknown here belongs to a newer version, and is ignored.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 class CustomResource:
     """An RLJob, a TransferQueue or a WeightSync.
 
-    model: the spec in force, None where no spec was ever accepted; problem: why the contract refuses the newest spec;
-    written: the status as it is stored; controller: kind and name of its owner, "" where a person made it.
+    model: the spec in force, None if no spec was ever accepted; problem: why the newest spec is refused, "" if it is
+    not; written: the status as stored; controller: kind and name of its owner, "" if it has none.
     """
 
     owner: Owner
@@ -66,7 +66,7 @@ class CustomResource:
 
 
 def custom_resource(kind: str, raw: Json, before: CustomResource | None) -> CustomResource:
-    """Return the view of a custom resource; ``before`` is that of its last version."""
+    """Return the view of a custom resource. before: the view of its previous version."""
     meta = raw["metadata"]
     labels = dict(meta.get("labels") or {})
     generation = int(meta.get("generation", 0))
@@ -77,8 +77,8 @@ def custom_resource(kind: str, raw: Json, before: CustomResource | None) -> Cust
     written = raw.get("status") or {}
     unchanged = before is not None and before.written == written
     status = before.status if before is not None and unchanged else _status(kind, raw, written)
-    if model is None and before is not None and before.model is not None and begun(status):
-        model = _obeyed(before.model, raw, status)
+    if model is None and before is not None and before.model is not None and has_started(status):
+        model = _with_allowed_changes(before.model, raw, status)
     return CustomResource(
         owner=Owner(
             kind=kind,  # type: ignore[arg-type]
@@ -102,14 +102,14 @@ def custom_resource(kind: str, raw: Json, before: CustomResource | None) -> Cust
     )
 
 
-def begun(status: Any) -> bool:
-    """Return whether pods were made for a custom resource, by its status."""
+def has_started(status: Any) -> bool:
+    """Return whether pods were created for a custom resource, according to its status."""
     return isinstance(status, JobStatus | QueueStatus) and status.begun
 
 
 def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomResource:
-    """Return ``view`` with the spec that was accepted last, as it is in the ConfigMap of the pods; unchanged if it is
-    not legible, or another object's.
+    """Return ``view`` with the last accepted spec, from the ConfigMap of the pods; unchanged if that cannot be read or
+    belongs to another object.
     """
     try:
         data = json.loads((config.get("data") or {})[JOB_FILE.rpartition("/")[2]])
@@ -117,23 +117,23 @@ def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomRes
     except (KeyError, TypeError, ValueError):
         return view
     model, problems = inspect(kind, legible(kind, data)) if uid == view.owner.uid else (None, [])
-    return view if model is None or problems else replace(view, model=_obeyed(model, raw, view.status))
+    return view if model is None or problems else replace(view, model=_with_allowed_changes(model, raw, view.status))
 
 
-def _obeyed(accepted: Any, raw: Json, status: Any) -> Any:
-    """Return ``accepted`` with what is obeyed of a spec that is refused. It is never resumed by such a spec."""
+def _with_allowed_changes(accepted: Any, raw: Json, status: Any) -> Any:
+    """Return ``accepted`` with the changes of a refused spec that are followed anyway; none of them resumes a job."""
     spec, newest = accepted.spec, raw.get("spec") or {}
     if isinstance(accepted, RLJob):
-        asked = (newest.get("rollout") or {}).get("replicas")
-        within = type(asked) is int and spec.rollout.min_replicas <= asked <= spec.rollout.max_replicas
-        rollout = spec.rollout.model_copy(update={"replicas": asked}) if within else spec.rollout
+        replicas = (newest.get("rollout") or {}).get("replicas")
+        within = type(replicas) is int and spec.rollout.min_replicas <= replicas <= spec.rollout.max_replicas
+        rollout = spec.rollout.model_copy(update={"replicas": replicas}) if within else spec.rollout
         named = (newest.get("weightSync") or {}).get("name")
         weights = spec.weight_sync.model_copy(update={"name": named}) if named else spec.weight_sync
         suspend = spec.suspend or newest.get("suspend") is True or status.phase in ("Suspending", "Suspended")
         changed = {"rollout": rollout, "suspend": suspend, "weight_sync": weights}
     else:
-        asked = newest.get("storageUnits")
-        changed = {"storage_units": asked} if type(asked) is int and asked >= 1 else {}
+        units = newest.get("storageUnits")
+        changed = {"storage_units": units} if type(units) is int and units >= 1 else {}
     return accepted.model_copy(update={"spec": spec.model_copy(update=changed)})
 
 
@@ -141,10 +141,10 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
     meta = raw["metadata"]
     known = {"name": meta["name"], "namespace": meta.get("namespace", ""), "labels": labels, "uid": meta["uid"]}
     data = {"apiVersion": raw.get("apiVersion"), "kind": raw.get("kind"), "metadata": known, "spec": raw.get("spec")}
-    given = {key: value for key, value in data.items() if value is not None}
-    model, problems = inspect(_MODELS[kind][0], given)
+    present = {key: value for key, value in data.items() if value is not None}
+    model, problems = inspect(_MODELS[kind][0], present)
     if model is None:
-        model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], given))
+        model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], present))
     reason = INVALID
     if not problems:
         problems, reason = list(_only_on_one_machine(model)), NOT_YET
@@ -154,7 +154,7 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
 
 
 def _only_on_one_machine(model: Any) -> Iterator[Problem]:
-    """Yield a problem for each field that asks for what this version does without a cluster alone."""
+    """Yield a problem for each field that this version supports only on one machine, without a cluster."""
     if isinstance(model, RLJob) and model.spec.trainer.external:
         yield Problem(
             place=("spec", "trainer", "external"),
@@ -165,7 +165,7 @@ def _only_on_one_machine(model: Any) -> Iterator[Problem]:
 
 
 def _status(kind: str, raw: Json, written: Json) -> Any:
-    """Return the status, without what only a newer version knows; one that cannot be read at all begins anew."""
+    """Return the status without fields of newer versions; an empty status if it cannot be read at all."""
     model = _MODELS[kind][1]
     try:
         return model.model_validate(written, by_name=False, context=COLLECT)

@@ -1,8 +1,9 @@
-"""The newest version of every object that concerns the operator, as views, grouped by the job they belong to.
+"""Store of the newest known version of each watched object, as a view, grouped by its custom resource.
 
-It is fed by watches, lists and the answers to its own writes, in whatever order these arrive. Invariant: a version is
-never replaced by an older one, and what was deleted does not come back by a late message; so a reconcile that follows a
-write sees it, and no write is repeated because a watch is late.
+Watches, lists and the answers to the operator's own writes update it, in any order.
+
+Invariant: a version is never replaced by an older one, and a late message does not bring a deleted object back.
+Therefore a reconcile after a write sees that write, and no write is repeated because a watch is late.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ View = TypeVar("View")
 
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 _REMEMBERED: Final = 4096
-"""Deleted objects of which late messages are still expected."""
+"""Number of deleted objects whose late messages are recognised."""
 
 
 class ObjectGroup(NamedTuple):
-    """Objects that belong together: a custom resource and all that is made for it. kind, name: of that resource."""
+    """Group of objects: a custom resource and all objects created for it. kind, name: those of the custom resource."""
 
     namespace: str
     kind: str
@@ -34,7 +35,7 @@ class ObjectGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[View]):
-    """One object. version: its resource version; owner: UID of the custom resource that controls it, "" without one."""
+    """One object. version: its resource version; owner: UID of the custom resource that controls it, "" for none."""
 
     kind: str
     uid: str
@@ -45,9 +46,9 @@ class Entry(Generic[View]):
 
 
 Project = Callable[[str, Json, Any], Any]
-"""Makes the view of an object of a kind, from it and the view of its last version or None."""
+"""Returns the view of an object, from its kind, the object, and the view of its previous version or None."""
 Changed = Callable[[ObjectGroup, str, Any, Any], None]
-"""Called with the group in which an object of a kind changed, its view before and after; None for no object."""
+"""Called for each change with the group, the kind, and the views before and after; None if the object did not exist."""
 
 
 class ObjectStore:
@@ -58,10 +59,10 @@ class ObjectStore:
         self._changed = changed
         self._kinds: dict[str, dict[tuple[str, str], Entry[Any]]] = {}
         self._groups: dict[ObjectGroup, dict[tuple[str, str], Entry[Any]]] = {}
-        self._gone: dict[str, float] = {}
+        self._deleted: dict[str, float] = {}
 
     def get(self, kind: str, namespace: str, name: str) -> Entry[Any] | None:
-        """Return an object, None where there is none."""
+        """Return an object, None if it does not exist."""
         return self._kinds.get(kind, {}).get((namespace, name))
 
     def of(self, group: ObjectGroup) -> Collection[Entry[Any]]:
@@ -74,16 +75,16 @@ class ObjectStore:
             yield namespace, name, entry
 
     def count(self, kind: str) -> int:
-        """Return how many objects of a kind there are."""
+        """Return the number of objects of a kind."""
         return len(self._kinds.get(kind, {}))
 
     def put(self, kind: str, raw: Json) -> None:
-        """Take an object as it is, or was, at its resource version."""
+        """Store an object, unless a newer version is already known."""
         meta = raw["metadata"]
         namespace, name, uid = meta.get("namespace", ""), meta["name"], meta.get("uid", "")
         version = int(meta["resourceVersion"])
         before = self.get(kind, namespace, name)
-        if version <= self._gone.get(uid, -1.0) or (before is not None and version <= before.version):
+        if version <= self._deleted.get(uid, -1.0) or (before is not None and version <= before.version):
             return
         same = before is not None and before.uid == uid
         view = self._project(kind, raw, before.view if before is not None and same else None)
@@ -99,28 +100,28 @@ class ObjectStore:
             self._changed(group, kind, before.view if before is not None and same else None, view)
 
     def revise(self, kind: str, namespace: str, name: str, view: Any) -> None:
-        """Replace the view of an object by one that knows more than its newest version says."""
+        """Replace the view of an object by one with information from other sources than the object's newest version."""
         entry = self._kinds[kind][namespace, name]
         revised = replace(entry, view=view)
         self._kinds[kind][namespace, name] = self._groups[entry.group][kind, name] = revised
         self._changed(entry.group, kind, entry.view, view)
 
     def remove(self, kind: str, namespace: str, name: str, uid: str, *, version: float = math.inf) -> None:
-        """Record that the object with this UID exists no more.
+        """Record that the object with this UID no longer exists.
 
-        version: as of which a watch or a list says so. They say the same of one that has lost the labels by which it is
-        chosen, and that comes back with a later version when it has them again.
+        version: resource version of the watch event or list that reports it. They also report it for an object that has
+        lost the labels of their selector; such an object returns with a later version when it has them again.
         """
-        self._gone[uid] = max(version, self._gone.pop(uid, -1.0))
-        if len(self._gone) > _REMEMBERED:
-            del self._gone[next(iter(self._gone))]
+        self._deleted[uid] = max(version, self._deleted.pop(uid, -1.0))
+        if len(self._deleted) > _REMEMBERED:
+            del self._deleted[next(iter(self._deleted))]
         entry = self.get(kind, namespace, name)
         if entry is not None and entry.uid == uid:
             self._drop(kind, namespace, name, entry)
             self._changed(entry.group, kind, entry.view, None)
 
     def retain(self, kind: str, namespace: str, listed: Collection[str], version: int) -> None:
-        """Record that at ``version`` the objects of a kind (in a namespace, or "" for all) had just these UIDs."""
+        """Remove the objects of a kind that are not in a list. namespace: "" for all; version: that of the list."""
         lost = [
             (where, name, entry.uid)
             for where, name, entry in self.all(kind)
@@ -138,7 +139,7 @@ class ObjectStore:
 
 
 def group_of(kind: str, raw: Json) -> ObjectGroup:
-    """Return the group of an object, by its labels; a custom resource without an owner is alone in its group."""
+    """Return the group of an object, by its labels; a custom resource without an owner has a group of its own."""
     meta = raw["metadata"]
     namespace, name, labels = meta.get("namespace", ""), meta["name"], meta.get("labels") or {}
     owner_kind, owner_name, _ = controller_of(raw)

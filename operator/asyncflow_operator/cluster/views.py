@@ -1,7 +1,7 @@
-"""Conversion of an object, as the API server sends it, to the view that ``decide`` reads.
+"""Conversion of objects, as the API server sends them, to the views that ``decide`` reads.
 
-Invariant: pure, and total over whatever a server may send: what is missing becomes the view's default, and no part of
-the object is kept alive by its view.
+Invariants: the functions are pure and accept every object that a server may send; a missing field becomes the view's
+default. A view keeps no part of the object in memory.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from asyncflow_operator.observed import Assigned, ObjectView, PodView, Ref
 
 Json = Mapping[str, Any]
 
-_NOBODYS_FAILURE: Final = frozenset(
+_CLUSTER_REASONS: Final = frozenset(
     (
         *("Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated"),
         *("NodeAffinity", "NodePorts", "TaintToleration", "TopologyAffinityError", "UnexpectedAdmissionError"),
         "VolumeAttachmentLimitExceeded",
     )
 )
-"""Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
+"""Reasons of a pod that the cluster ended or refused to start, independently of its process."""
 _EVICTED: Final = "Evicted"
-"""Reason of a pod that its kubelet ended, or did not let begin. Of one that had begun it is the pod's own doing, which
-used more disk than its limit, unless the condition DisruptionTarget says that the node ran short.
+"""Reason of a pod that its kubelet ended or refused to start. A started pod was evicted because it used more disk than
+its limit, unless the condition DisruptionTarget says that the node ran short.
 """
 _OUT_OF: Final = "OutOf"
-"""Beginning of the reason of a pod that its node has too little for: the name of the resource follows."""
+"""Prefix of the reason of a pod for which its node has too few resources; the name of the resource follows."""
 _UNSEEN: Final = "ContainerStatusUnknown"
-"""Reason of a container that ran and that its kubelet does not find any more, as after a reboot: nobody saw it end, and
-the exit code 137 is the kubelet's invention. One that was seen, such as OOMKilled, has a reason of its own.
+"""Reason of a container that ran and that its kubelet no longer finds, as after a reboot. Its end was not observed, and
+the kubelet reports the exit code 137 by default. An observed end, such as OOMKilled, has another reason.
 """
 _LAST_WORDS: Final = 4096
 """Bytes that a kubelet keeps of a termination message."""
 _MOST_DIGITS: Final = 10
-"""A number of so many digits in a label was not written by an operator."""
-_KEPT: Final = frozenset(
+"""A number with this many digits in a label was not written by an operator."""
+_RESTORED: Final = frozenset(
     ("ConfigMap", "Service", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "TransferQueue", "WeightSync")
 )
-"""Kinds whose objects are put back when somebody changes them: of all others a part belongs to somebody else."""
+"""Kinds whose objects are restored after a foreign change; in objects of all other kinds, a part has another owner."""
 
 
 def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView:
-    """Return the view of a pod. before: its view until now, None where it was not seen; now: unix seconds."""
+    """Return the view of a pod. before: its previous view, None if it is new; now: unix seconds."""
     meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
@@ -56,14 +56,16 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
     state = main.get("state") or {}
     running, ended = state.get("running") or {}, state.get("terminated") or _unseen(main)
     phase = status.get("phase", "Pending")
-    over = bool(ended) and phase == "Running"
-    if over:
+    main_ended = bool(ended) and phase == "Running"
+    if main_ended:
         phase = "Failed" if ended.get("exitCode") else "Succeeded"
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
     reason = str(status.get("reason", ""))
-    begun = _by_now(running.get("startedAt") or ended.get("startedAt"), before.started if before else None, now)
-    said: Json = {} if reason == _EVICTED else ended
+    started = _not_after_now(
+        running.get("startedAt") or ended.get("startedAt"), before.started if before else None, now
+    )
+    end: Json = {} if reason == _EVICTED else ended
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -77,10 +79,10 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         ends_by=_ends_by(meta, before, now),
         forced=meta.get("deletionGracePeriodSeconds") == 0,
         unreachable=_unreachable(spec, conditions) and phase == "Running",
-        leftover=over and any("running" in (each.get("state") or {}) for each in containers),
+        leftover=main_ended and any("running" in (each.get("state") or {}) for each in containers),
         created=seconds(meta.get("creationTimestamp")) or 0.0,
-        started=begun,
-        finished=_by_now(ended.get("finishedAt"), before.finished if before else None, now),
+        started=started,
+        finished=_not_after_now(ended.get("finishedAt"), before.finished if before else None, now),
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
@@ -91,19 +93,19 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         unschedulable=str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else "",
         waiting=waiting,
         waiting_message=waiting_message,
-        exit_code=said.get("exitCode"),
-        exit_reason=str(said.get("reason") or reason),
-        last_words=str(said.get("message") or status.get("message") or "")[-_LAST_WORDS:],
+        exit_code=end.get("exitCode"),
+        exit_reason=str(end.get("reason") or reason),
+        last_words=str(end.get("message") or status.get("message") or "")[-_LAST_WORDS:],
         disrupted=_holds(conditions, "DisruptionTarget")
-        or reason in _NOBODYS_FAILURE
-        or (reason == _EVICTED and begun is None)
+        or reason in _CLUSTER_REASONS
+        or (reason == _EVICTED and started is None)
         or reason.startswith(_OUT_OF)
         or ended.get("reason") == _UNSEEN,
     )
 
 
 def object_view(raw: Json, *, kind: str) -> ObjectView:
-    """Return the view of any other object, whole or its metadata only."""
+    """Return the view of an object of any other kind, from the whole object or its metadata."""
     meta, status = raw["metadata"], raw.get("status") or {}
     view = ObjectView(
         ref=Ref(sys.intern(kind), meta["name"]),
@@ -120,11 +122,11 @@ def _workload_view(view: ObjectView, raw: Json) -> ObjectView:
     status = raw.get("status") or {}
     conditions = {str(each["type"]): each for each in status.get("conditions") or ()}
     phase = _stage_of(conditions, admission=bool(status.get("admission")))
-    said = conditions.get("QuotaReserved" if phase in ("Pending", "Reserved") else phase) or {}
+    condition = conditions.get("QuotaReserved" if phase in ("Pending", "Reserved") else phase) or {}
     return replace(
         view,
         phase=phase,
-        said=str(said.get("message", "")),
+        said=str(condition.get("message", "")),
         conditions=tuple(conditions.values()),
         version=str(raw["metadata"].get("resourceVersion", "")),
         assigned=_assigned(status),
@@ -132,7 +134,7 @@ def _workload_view(view: ObjectView, raw: Json) -> ObjectView:
 
 
 def _stage_of(conditions: Mapping[str, Json], *, admission: bool) -> str:
-    """Return the stage of a Workload of Kueue; one that was evicted has yet to return its quota."""
+    """Return the stage of a Kueue Workload; it is Evicted as long as it still holds quota."""
     if _holds(conditions, "Finished"):
         return "Finished"
     if _holds(conditions, "Evicted") and (admission or _holds(conditions, "QuotaReserved")):
@@ -156,16 +158,18 @@ def _assigned(status: Json) -> dict[str, Assigned]:
 
 
 def digest_of(raw: Json) -> str:
-    """Return the digest that an object carries, "" where it carries none."""
+    """Return the digest annotation of an object, "" if it has none."""
     return str((raw["metadata"].get("annotations") or {}).get(DIGEST, ""))
 
 
 def held_of(raw: Json, *, kind: str) -> str:
-    """Return the fields of an object that are this operator's, as JSON; "" for a kind that is not put back, and for an
-    object without a record of that. Objects of a kind share the text.
+    """Return the fields of an object that this operator manages, as JSON.
+
+    Returns "" for a kind that is not restored, and for an object without ``managedFields``. Objects with the same
+    fields share one string.
     """
     record = raw["metadata"].get("managedFields")
-    if kind not in _KEPT or not record:
+    if kind not in _RESTORED or not record:
         return ""
     held: dict[str, Any] = {}
     for entry in record:
@@ -180,7 +184,7 @@ def _merge(into: dict[str, Any], fields: Json) -> None:
 
 
 def controller_of(raw: Json) -> tuple[str, str, str]:
-    """Return kind, name and UID of the object that owns this one as its controller; empty where none does."""
+    """Return kind, name and UID of the object's controlling owner; empty strings if it has none."""
     for owner in raw["metadata"].get("ownerReferences") or ():
         if owner.get("controller"):
             return owner["kind"], owner["name"], owner["uid"]
@@ -210,33 +214,38 @@ def _holds(conditions: Mapping[str, Json], kind: str) -> bool:
 
 
 def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
-    """Return whether the node controller has marked a pod because its node does not answer: it takes ``Ready`` away and
-    leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
+    """Return whether the node controller has marked a pod because its node does not answer.
+
+    The node controller sets ``Ready`` to false and leaves ``ContainersReady``; without readiness gates, a kubelet
+    always sets both to the same value.
     """
     return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
 
 
-def _by_now(time: str | None, before: float | None, now: float) -> float | None:
-    """Return the time at which a kubelet says that something happened, or at which it was seen here, if that was
-    earlier: where the clock of a node is ahead, waits would last until this one has the same time.
+def _not_after_now(time: str | None, before: float | None, now: float) -> float | None:
+    """Return the time that a kubelet reports for an event, or the time of its first observation if that is earlier.
+
+    If the clock of a node were fast, waits that start at the reported time would last too long.
     """
     at = seconds(time)
     return None if at is None else min(at, now if before is None else before)
 
 
 def _ends_by(meta: Json, before: PodView | None, now: float) -> float | None:
-    """Return when the grace period of a deletion ends, counted from when the deletion was seen here: clocks of two
-    machines are not compared, or one that is ahead would cut short the time in which a process saves its work.
+    """Return the end of the grace period of a deletion, counted from the first observation of the deletion.
+
+    The clocks of two machines are not compared: a fast one would shorten the time in which a process saves its work.
     """
     if "deletionTimestamp" not in meta:
         return None
-    by = now + float(meta.get("deletionGracePeriodSeconds") or 0)
-    return by if before is None or before.ends_by is None else min(by, before.ends_by)
+    end = now + float(meta.get("deletionGracePeriodSeconds") or 0)
+    return end if before is None or before.ends_by is None else min(end, before.ends_by)
 
 
 def _unseen(container: Json) -> Json:
-    """Return the end of a container that is gone from its node: a kubelet says it of the one before, and that this one
-    waits, though none follows.
+    """Return the end of a container that is lost from its node, {} for any other container.
+
+    The kubelet reports that end as the last state and the container as waiting, although it is not started again.
     """
     ended = (container.get("lastState") or {}).get("terminated") or {}
     return ended if ended.get("reason") == _UNSEEN else {}

@@ -1,7 +1,7 @@
-"""Decisions: plans made from observations and the time. Pure: nothing here reads a clock or waits.
+"""Decisions: pure functions from an observation and the time to a plan. No function reads a clock or waits.
 
-Invariant: equal observations at equal times give equal plans, and carrying out a plan leads to an observation that asks
-for nothing more, unless something else happens.
+Invariants: equal observations at equal times give equal plans. After a plan has been carried out, the next observation
+gives an empty plan, unless the cluster has changed in another way.
 """
 
 from asyncflow_operator.decide.job import decide_job

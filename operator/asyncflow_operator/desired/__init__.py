@@ -1,4 +1,4 @@
-"""Objects that should exist, as pure functions: no clock, no I/O, no state."""
+"""Desired objects: pure functions that build the objects that should exist, without clock, I/O or state."""
 
 from asyncflow.plan.queue import queue_roles
 from asyncflow_operator.desired.blueprint import Registry

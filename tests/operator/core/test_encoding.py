@@ -158,7 +158,7 @@ def test_a_job_without_secrets_is_written_as_it_is() -> None:
     ],
 )
 def test_what_is_no_observation_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"JobState|is no str|not iterable|items"):
+    with pytest.raises(ValueError, match=r"JobState|is not a str|not iterable|items"):
         decode(JobState, wrong)
 
 

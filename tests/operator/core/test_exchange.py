@@ -43,7 +43,7 @@ class Server:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            return await exchange(method, f"http://127.0.0.1:{port}/v1/status", most=MOST, within_s=within_s)
+            return await exchange(method, f"http://127.0.0.1:{port}/v1/status", limit=MOST, within_s=within_s)
         finally:
             await served.wait()
             server.close()
@@ -87,8 +87,8 @@ async def test_an_order_has_no_body(server: Server) -> None:
     [
         (says("302 Found\r\nLocation: http://169.254.169.254/"), "a redirect"),
         (says("200 OK\r\nContent-Encoding: gzip", BOMB[:MOST]), "an encoded body"),
-        (says("200 OK", b"<html>", kind="text/html"), "HTTP 200 with no JSON"),
-        (says("503 Service Unavailable", b"no", kind=""), "HTTP 503 with no JSON"),
+        (says("200 OK", b"<html>", kind="text/html"), "HTTP 200 without a JSON body"),
+        (says("503 Service Unavailable", b"no", kind=""), "HTTP 503 without a JSON body"),
         (says("200 OK", b"0" * (MOST + 1)), f"more than {MOST} bytes"),
         (says("200 OK\r\nContent-Length: 1" + "0" * 5000, b"{}"), "no HTTP|Length"),
         (says("200 OK\r\nX: " + "x" * (30 << 10), b"{}"), "too long"),
@@ -146,9 +146,9 @@ async def test_a_drip_ends_with_the_deadline(server: Server) -> None:
 
 async def test_an_address_without_a_server_is_reported() -> None:
     with pytest.raises(PeerLost, match=r"GET http://127\.0\.0\.1:1/: no connection"):
-        await exchange("GET", "http://127.0.0.1:1/", most=MOST, within_s=5.0)
+        await exchange("GET", "http://127.0.0.1:1/", limit=MOST, within_s=5.0)
     with pytest.raises(PeerLost, match="no address"):
-        await exchange("GET", "http://:9571/", most=MOST, within_s=5.0)
+        await exchange("GET", "http://:9571/", limit=MOST, within_s=5.0)
 
 
 HEADS = st.sampled_from(

@@ -106,7 +106,7 @@ async def test_an_informer_moves_while_the_server_is_away_though_it_hears_nothin
     monkeypatch.setattr("asyncflow_operator.cluster.informer.backoff", lambda *_, **__: 0.0)
     server, store = Away(), ObjectStore(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
     informer = Informer(server, store, WORKLOAD, clock=lambda: server.now)
-    assert informer.moved == math.inf, "it has yet to begin, as while the definitions are not installed"
+    assert informer.last_activity == math.inf, "it has yet to begin, as while the definitions are not installed"
     with pytest.raises(asyncio.CancelledError):
         await informer.run()
-    assert (informer.heard, informer.moved) == (0.0, 3600.0)
+    assert (informer.last_message, informer.last_activity) == (0.0, 3600.0)

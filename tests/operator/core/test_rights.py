@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from asyncflow_operator.cluster.client import Refusal, Unreachable
-from asyncflow_operator.rights import served, until_others
+from asyncflow_operator.rights import served, until_namespaces_change
 
 ALL = ("a", "b", "c")
 
@@ -27,22 +27,22 @@ class Server:
 
 
 async def test_namespaces_without_rights_are_left_out() -> None:
-    assert await served(Server(), ALL, now=ALL) == ALL
-    assert await served(Server(forbids="b"), ALL, now=ALL) == ("a", "c")
+    assert await served(Server(), ALL, current=ALL) == ALL
+    assert await served(Server(forbids="b"), ALL, current=ALL) == ("a", "c")
 
 
 async def test_where_the_server_does_not_answer_everything_stays() -> None:
-    assert await served(Server(silent="abc"), ALL, now=("a", "c")) == ("a", "c")
-    assert await served(Server(silent="a", forbids="c"), ALL, now=ALL) == ("a", "b")
+    assert await served(Server(silent="abc"), ALL, current=("a", "c")) == ("a", "c")
+    assert await served(Server(silent="a", forbids="c"), ALL, current=ALL) == ("a", "b")
 
 
 async def test_without_any_rights_all_are_waited_for() -> None:
-    assert await served(Server(forbids="abc"), ALL, now=("a", "c")) == ALL
+    assert await served(Server(forbids="abc"), ALL, current=("a", "c")) == ALL
 
 
 async def test_a_change_counts_when_it_lasts() -> None:
     server = Server()
-    waiting = asyncio.create_task(until_others(server, ALL, now=ALL, every_s=0.0))
+    waiting = asyncio.create_task(until_namespaces_change(server, ALL, current=ALL, every_s=0.0))
     for forbids in ("b", "", "b", ""):
         server.forbids = forbids
         before = server.asked

@@ -27,7 +27,7 @@ class World:
         store = ObjectStore(lambda *_: None, lambda *_: None)
         self.http = Http(
             metrics=self.metrics,
-            vitals=vitals,
+            health=vitals,
             ready=lambda: self.missing,
             refresh=lambda: update_gauges(store, self.metrics),
         )
@@ -47,8 +47,8 @@ async def test_problems_and_missing_lists_are_reported() -> None:
     world.watch_s = world.work_s = MOST_STUCK_S + 1
     status, words = await get(port, "/healthz")
     assert status == 503
-    assert "a watch has neither heard the server nor tried again" in words
-    assert "work on none was begun or ended" in words
+    assert "a watch has neither received a message nor retried" in words
+    assert "no reconciliation was started or finished" in words
     world.missing = ["the list of pods"]
     assert await get(port, "/readyz") == (503, "the list of pods")
     status, text = await get(port, "/metrics")

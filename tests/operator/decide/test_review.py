@@ -191,10 +191,10 @@ def test_what_was_refused_is_told_beside_what_was_tried_and_a_server_that_failed
     assert list(sentences(lines(tmp_path), name="demo", namespace="team", pod=pod.name)) == [
         "2027-01-15T08:00:00Z  RLJob team/demo",
         "  made Pod/demo-rollout-1 (attempt 3)",
-        "  left alone for a time, as it could not be written: Pod/demo-rollout-1",
+        "  not retried yet after an earlier failed write: Pod/demo-rollout-1",
         "  the API server refused Pod/demo-rollout-1: exceeded quota",
         "  the API server failed at Pod/demo-rollout-1: connection refused",
         "  failed: no answer",
     ]
     whole = list(sentences(lines(tmp_path), name="demo", namespace=None, pod=None))
-    assert "  asked the driver: POST /v1/suspend" in whole
+    assert "  sent to the driver: POST /v1/suspend" in whole
