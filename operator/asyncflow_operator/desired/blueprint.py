@@ -1,10 +1,11 @@
-"""Blueprint of the pods of one role: a role of the plan, with all that only the cluster knows, its image among it.
+"""Blueprint of the pods of one role: a role of the plan, completed with the properties that only a cluster has.
 
-An image is the user's, else the one that the job began with, else that of the operator's own version.
+The image of a role is the user's, otherwise the pinned one of a started job, otherwise that of the operator's version.
 
-Invariants: two pods of one role differ by index and attempt alone. What the user said about a role (``requested``) is
-kept apart from what this operator makes of it, so that an operator of another version finds that nothing has changed;
-it changes no image of a job that has begun, and a pin holds only as long as it names the image that the devices need.
+Invariants: two pods of one role differ by index and attempt only. The user's settings of a role (``requested``) are
+stored separately from the pod that this operator builds from them, so that an operator of another version finds them
+unchanged. Another version of the operator does not change the images of a started job, except that a pinned image is
+dropped if it is not the one that the devices need.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ class Registry:
 
 
 def image_of(role: Role, *, templates: Sequence[TemplateSpec], pinned: Mapping[str, str], registry: Registry) -> str:
-    """Return the image of a role. templates: the user's, the later wins; pinned: by role, from the job's status."""
-    stated = [template.image for template in templates if template.image is not None]
-    if stated:
-        return stated[-1]
+    """Return the image of a role.
+
+    templates: the user's templates, of which a later one overrides an earlier one.
+    pinned: images by role, from the job's status.
+    """
+    images = [template.image for template in templates if template.image is not None]
+    if images:
+        return images[-1]
     needed = PROFILES[role.resources.profile].image
     pin = pinned.get(role.name, "")
     return pin if re.fullmatch(rf"(.*/)?{re.escape(needed)}([:@].*)?", pin) else registry.image(needed)
@@ -63,9 +68,9 @@ def image_of(role: Role, *, templates: Sequence[TemplateSpec], pinned: Mapping[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangMembership:
-    """Fields that a gang scheduler reads from a pod, or wants in it.
+    """Fields of a pod that a gang scheduler reads or assigns.
 
-    spec: fields of its spec, which a template may change; place: those that no template changes.
+    spec: fields of the pod's spec that a template may change; place: fields that no template can change.
     """
 
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -76,16 +81,22 @@ class GangMembership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Properties that distinguish the pods of a role.
+    """Properties of the pods of a role.
 
-    secrets: those of the job or queue; templates: the user's, the later wins; requested: what the user said of the
-    role, as JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``;
-    first_replica,
-    first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; env_from: Secrets whose entries are variables of its environment; reward: what its pods
-    score by, None for nothing; has_environment: whether they answer turns of the model, too; grace_s: seconds from
-    SIGTERM to SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted:
-    what the gang scheduler has given to the core's pods of the role.
+    secrets: the secrets of the job or queue.
+    templates: the user's templates, of which a later one overrides an earlier one.
+    requested: the user's settings of the role, as JSON values.
+    leader: the address to which other processes connect; process 0 of the role listens there if ``leads``.
+    first_replica: number of process 0 among all processes of the family.
+    first_slot: number of process 0 among the processes with devices.
+    store: an external store that the role uses.
+    env_from: Secrets whose entries become environment variables.
+    reward: the reward section of pods that score, None for others.
+    has_environment: whether the pods also answer turns of the model.
+    grace_s: seconds from SIGTERM to SIGKILL.
+    node_lost_s: seconds without an answer of its node after which a pod is evicted.
+    readers: roles that read from this one.
+    granted: settings that the gang scheduler has assigned to the core's pods of the role.
     """
 
     family: Family
@@ -110,29 +121,29 @@ class Blueprint:
     readers: tuple[RoleName, ...] = ()
     granted: GangMembership = GangMembership()
 
-    def said(self, field: str, *, otherwise: Any) -> Any:
-        """Return the value that the templates set for a field of the pod's spec: the last, where several do."""
-        said = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
-        return said[-1] if said else otherwise
+    def template_value(self, field: str, *, default: Any) -> Any:
+        """Return the value of a field of the pod's spec in the last template that sets it."""
+        values = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
+        return values[-1] if values else default
 
     @property
-    def judges_alone(self) -> bool:
-        """Return whether all computing is that of the container that judges, whose then are the devices."""
+    def scores_only(self) -> bool:
+        """Return whether only the reward container computes, so that the devices belong to it."""
         return self.reward is not None and self.role.name == REWARD
 
     @property
     def host_network(self) -> bool:
-        """Return whether the pods are on the network of their nodes."""
-        return bool(self.said("hostNetwork", otherwise=False))
+        """Return whether the pods use the network of their nodes."""
+        return bool(self.template_value("hostNetwork", default=False))
 
     @property
     def vendor_runtime(self) -> bool:
-        """Return whether the container runtime brings what the devices need.
+        """Return whether the container runtime provides the files that the devices need.
 
-        A node's usual one does, and the class that a template names; none does where a template says
-        ``runtimeClassName: ""``.
+        The default runtime of a node and the class that a template names do; with ``runtimeClassName: ""`` in a
+        template, none does.
         """
-        return bool(self.said("runtimeClassName", otherwise=True))
+        return bool(self.template_value("runtimeClassName", default=True))
 
 
 def job_blueprint(
@@ -145,17 +156,16 @@ def job_blueprint(
     registry: Registry,
     granted: GangMembership = GangMembership(),
 ) -> Blueprint:
-    """Return the blueprint of a role of a job.
+    """Return the blueprint of a role of a job. Raises KeyError if the job does not have the role.
 
-    pinned: images by role, and of what scores, which the images of jobs that began before there was that cannot do;
-    granted: what the gang scheduler gave.
-
-    Raises KeyError where the job has no such role.
+    pinned: images by role and for the reward container. If images are pinned without one for the reward container, the
+        job started with images that do not support that container, and its pods have none.
+    granted: settings that the gang scheduler has assigned.
     """
     spec = job.spec
     planned = plan(job)
     role = planned.role(name)
-    used = templates_of(job, name)
+    templates = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
     grace_s["storage"] = LEAVE_S + _GRACE_S
     grace_s[CRITIC] = grace_s["trainer"]
@@ -164,9 +174,9 @@ def job_blueprint(
         family=family,
         secrets=secrets,
         role=role,
-        templates=used,
+        templates=templates,
         requested=requested_by_job(job, name),
-        image=image_of(role, templates=used, pinned=pinned, registry=registry),
+        image=image_of(role, templates=templates, pinned=pinned, registry=registry),
         leader=leader_address(family, "driver"),
         leads=name == "driver",
         labels={LABEL_QUEUE: family.name} if name in QUEUE_ROLES else {},
@@ -178,15 +188,15 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         env_from=_sink_secrets(job) if name == "driver" else (),
-        reward=spec.reward if name in judges(spec) and (not pinned or REWARD_CONTAINER in pinned) else None,
+        reward=spec.reward if name in scoring_roles(spec) and (not pinned or REWARD_CONTAINER in pinned) else None,
         has_environment=name == "rollout" and spec.environment is not None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
 
 
-def judges(spec: RLJobSpec) -> tuple[RoleName, ...]:
-    """Return the roles that run what people wrote to judge samples, rewards or the environment, beside them."""
+def scoring_roles(spec: RLJobSpec) -> tuple[RoleName, ...]:
+    """Return the roles whose pods have a reward container, which runs the user's rewards or environment."""
     reward: RoleName = "rollout" if spec.reward.role is None else REWARD
     return (reward, "rollout") if spec.environment is not None and reward != "rollout" else (reward,)
 
@@ -198,7 +208,7 @@ def _sink_secrets(job: RLJob) -> tuple[str, ...]:
 def queue_blueprint(
     queue: TransferQueue, name: RoleName, *, family: Family, secrets: OwnerSecrets, registry: Registry
 ) -> Blueprint:
-    """Return the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
+    """Return the blueprint of a role of a queue without a job. Raises KeyError if the queue does not have the role."""
     spec = queue.spec
     role = queue_role(queue, name)
     return Blueprint(
@@ -221,14 +231,14 @@ def queue_blueprint(
 
 def publisher_blueprint(sync: WeightSync, *, family: Family, secrets: OwnerSecrets, registry: Registry) -> Blueprint:
     """Return the blueprint of the publisher of a WeightSync whose source is a model."""
-    role, stated = publisher_role(sync), sync.spec.publisher or PublisherSpec()
+    role, publisher = publisher_role(sync), sync.spec.publisher or PublisherSpec()
     return Blueprint(
         family=family,
         secrets=secrets,
         role=role,
-        templates=(stated.template,),
+        templates=(publisher.template,),
         requested=requested_by_sync(sync),
-        image=image_of(role, templates=(stated.template,), pinned={}, registry=registry),
+        image=image_of(role, templates=(publisher.template,), pinned={}, registry=registry),
         leader=leader_address(family, PUBLISHER),
         leads=True,
         labels={},
@@ -238,12 +248,12 @@ def publisher_blueprint(sync: WeightSync, *, family: Family, secrets: OwnerSecre
 
 
 def leader_address(family: Family, role: RoleName) -> str:
-    """Return the address that all of a family dial."""
+    """Return the address to which all processes of a family connect."""
     return f"tcp://{service(family.name, role)}.{family.namespace}.svc:{RPC_PORT}"
 
 
 def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
-    """Return the user's templates for a role; the later wins."""
+    """Return the user's templates for a role; a later one overrides an earlier one."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
     of_role |= {role: (worker.template,) for role, worker in added_roles(spec).items()}
@@ -251,14 +261,15 @@ def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
 
 
 def _before(role: Role, roles: Sequence[Role]) -> int:
-    """Count the processes of the roles that stand before ``role``; the elastic one stands last."""
+    """Return the number of processes of the roles before ``role``; the elastic role is the last one."""
     return sum(other.replicas for other in itertools.takewhile(lambda other: other.name != role.name, roles))
 
 
 def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
-    """Return what shapes a pod of the role, without what its processes read from the manifest and their number.
+    """Return the settings on which a pod of the role depends.
 
-    Of a role that the job does not have, only what shapes all pods.
+    Settings that its processes read from the manifest and their number are left out. For a role that the job does not
+    have, only the settings of all pods are returned.
     """
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
@@ -289,28 +300,31 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
         of_role[role] = {"worker": worker.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)}
     if CRITIC in of_role:
         of_role[CRITIC] |= {"checkpoints": spec.storage.checkpoints.claim}
-    for role in judges(spec):
+    for role in scoring_roles(spec):
         of_role[role]["rewards"] = spec.reward.resources
     return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role.get(name, {}))
 
 
 def requested_by_queue(queue: TransferQueue) -> dict[str, object]:
-    """Return what shapes the pods of a queue that stands alone."""
+    """Return the settings on which the pods of a queue without a job depend."""
     spec = queue.spec
-    held, ledger = spec.bytes_per_unit, spec.ledger.claim
     return _without_defaults(
-        template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store
+        template=spec.template,
+        resources=spec.resources,
+        bytes=spec.bytes_per_unit,
+        ledger=spec.ledger.claim,
+        store=spec.store,
     )
 
 
 def requested_by_sync(sync: WeightSync) -> dict[str, object]:
-    """Return what shapes the pod of a publisher."""
-    stated = sync.spec.publisher or PublisherSpec()
-    return _without_defaults(template=stated.template, resources=stated.resources, model=sync.spec.publishes)
+    """Return the settings on which the pod of a publisher depends."""
+    publisher = sync.spec.publisher or PublisherSpec()
+    return _without_defaults(template=publisher.template, resources=publisher.resources, model=sync.spec.publishes)
 
 
 def _without_defaults(**requested: object) -> dict[str, object]:
-    """Return values as JSON, without those that are left open, which may get another default one day."""
+    """Return values as JSON without those that have their defaults, which another version may change."""
     values = (
         (name, requested.model_dump(mode="json", exclude_defaults=True) if isinstance(requested, Spec) else requested)
         for name, requested in requested.items()

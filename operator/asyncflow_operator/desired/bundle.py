@@ -1,7 +1,7 @@
-"""Everything that should exist for a job, a queue or a publisher, as one bundle of pure functions.
+"""All desired objects of a job, a queue or a publisher, as one set of pure functions.
 
-Invariant: same state, same bytes. What is returned depends on the spec, the owner's identity, the pinned images and the
-settings; on nothing that was observed, so that it need not be applied again because something happened.
+Invariant: equal states give equal bytes. The objects depend on the spec, the owner's identity, the pinned images and
+the settings, but not on observed pods and objects, so they are not applied again after every change in the cluster.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncflow_operator.desired.blueprint import (
     Registry,
     image_of,
     job_blueprint,
-    judges,
     leader_address,
     publisher_blueprint,
     queue_blueprint,
+    scoring_roles,
     templates_of,
 )
 from asyncflow_operator.desired.gang import granted, make_gang
@@ -47,10 +47,10 @@ from asyncflow_operator.observed import JobState, Manifest, Owner, SyncState, Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredSettings:
-    """Settings of the operator that shape the objects it makes.
+    """Settings of the operator that affect the objects it creates.
 
-    registry: where its images are; master: the secret that all others are derived from; namespace: the operator's own;
-    watchers: namespaces that may read metrics and status, that one among them.
+    registry: location of its images; master: the secret from which all others are derived; namespace: the operator's
+    own namespace; watchers: namespaces that may read metrics and status, including the operator's own.
     """
 
     registry: Registry
@@ -61,12 +61,12 @@ class DesiredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """Builder of what should exist. Every method raises ValueError for a state without a legal owner."""
+    """Builder of the desired objects. Every method raises ValueError for a state without an accepted spec."""
 
     settings: DesiredSettings
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Return all that a job's pods need but Secrets, in the order to apply: everything but pods and children."""
+        """Return all objects of a job except pods, Secrets and custom resources, in the order to apply them."""
         job, family = _job(state), family_of(state.owner)
         roles = plan(job).roles
         core = [role for role in roles if role.core and role.name != "rollout"]
@@ -76,7 +76,7 @@ class Desired:
             make_config(job, family),
             make_network_policy(family, watchers=self.settings.watchers),
             make_driver_policy(family, watchers=self.settings.watchers, operator=self.settings.namespace),
-            make_egress_policy(family, roles=judges(job.spec), network=job.spec.reward.network),
+            make_egress_policy(family, roles=scoring_roles(job.spec), network=job.spec.reward.network),
             make_leader_service(family, "driver"),
             *(make_gang_service(family, role.name) for role in gangs),
             *job_claims(job, family),
@@ -85,15 +85,15 @@ class Desired:
         )
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
-        """Return the TransferQueue and the WeightSync that the job makes for itself."""
+        """Return the TransferQueue and the WeightSync of the job itself."""
         return make_children(_job(state), family_of(state.owner))
 
     def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Return a pod of the job. Raises KeyError for a role that it has not."""
+        """Return a pod of the job. Raises KeyError if the job does not have the role."""
         return make_pod(self._of_job(state, role, owner=state.owner), index=index, attempt=attempt)
 
     def queue_supporting(self, state: TransferQueueState) -> tuple[Manifest, ...]:
-        """Return all but Secrets that the pods of a queue need that stands alone; those of a job's have the job's."""
+        """Return all objects except Secrets that a queue's pods need; none for a job's queue, as the job has them."""
         if state.job is not None:
             return ()
         queue, family = _queue(state), family_of(state.owner)
@@ -108,7 +108,7 @@ class Desired:
         )
 
     def queue_pod(self, state: TransferQueueState, role: RoleName, index: int, attempt: int) -> Manifest:
-        """Return a pod of a queue. Raises KeyError for a role that it has not."""
+        """Return a pod of a queue. Raises KeyError if the queue does not have the role."""
         if state.job is not None:
             blueprint = self._of_job(state.job, role, owner=state.owner)
         else:
@@ -122,9 +122,9 @@ class Desired:
         return make_pod(blueprint, index=index, attempt=attempt)
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
-        """Return all but Secrets that the publisher of a WeightSync needs; of one for followers of a job, its manifest.
+        """Return all objects except Secrets that the publisher of a WeightSync needs.
 
-        That has a name which no job's manifest can have.
+        For a WeightSync for followers of a job, that is only its manifest, under a name that no job's manifest has.
         """
         family, sync = family_of(state.owner), _sync(state)
         if sync.spec.publishes is None:
@@ -147,7 +147,7 @@ class Desired:
         return make_pod(blueprint, index=0, attempt=attempt)
 
     def images(self, job: RLJob) -> dict[str, str]:
-        """Return the image of each role, and of what scores, as a job begins with it; its status pins them."""
+        """Return the images for a job that starts now, by role and for the reward container; its status pins them."""
         registry = self.settings.registry
         images: dict[str, str] = {
             role.name: image_of(role, templates=templates_of(job, role.name), pinned={}, registry=registry)
@@ -156,19 +156,19 @@ class Desired:
         return images | {REWARD_CONTAINER: images["rollout"]}
 
     def secret(self, owner: Owner, part: SecretPart) -> Manifest:
-        """Return a Secret of what has processes: a job, a queue that stands alone, a publisher."""
+        """Return a Secret of a job, a queue without a job, or a publisher."""
         return self.secrets(owner).make(family_of(owner), part)
 
     def secrets(self, owner: Owner) -> OwnerSecrets:
-        """Return the secrets of what has processes."""
+        """Return the secrets of a job, a queue without a job, or a publisher."""
         return OwnerSecrets(owner, self.settings.master)
 
     def address(self, owner: Owner) -> str:
-        """Return the address that followers dial: of a job's driver, or of a publisher."""
+        """Return the address to which followers connect: that of a job's driver or of a publisher."""
         return leader_address(family_of(owner), "driver" if owner.kind == "RLJob" else PUBLISHER)
 
     def certificate(self, owner: Owner, role: str) -> str:
-        """Return the name of the Secret with the certificate of people of ``role``."""
+        """Return the name of the Secret with the certificate of an external ``role``."""
         return self.secrets(owner).name(role)
 
     def _of_job(self, state: JobState, role: RoleName, *, owner: Owner) -> Blueprint:
@@ -186,20 +186,20 @@ class Desired:
         job = _job(state)
         if job.spec.scheduling.gang == "none":
             return ()
-        asking = replace(state, objects={})
-        core = [(role, self.pod(asking, role.name, 0, 0)) for role in roles if role.core]
+        unassigned = replace(state, objects={})
+        core = [(role, self.pod(unassigned, role.name, 0, 0)) for role in roles if role.core]
         return make_gang(job, family_of(state.owner), core=core, found=state.found)
 
 
 def _job(state: JobState) -> RLJob:
     if state.job is None:
-        raise ValueError(f"{state.owner.name} is no legal job: {state.problem}")
+        raise ValueError(f"{state.owner.name} is not a valid job: {state.problem}")
     return state.job
 
 
 def _sync(state: SyncState) -> WeightSync:
     if state.sync is None or state.sync.spec.source is None:
-        raise ValueError(f"{state.owner.name} is no legal WeightSync for followers: {state.problem}")
+        raise ValueError(f"{state.owner.name} is not a valid WeightSync for followers: {state.problem}")
     return state.sync
 
 
@@ -212,5 +212,5 @@ def _publisher(state: SyncState) -> WeightSync:
 
 def _queue(state: TransferQueueState) -> TransferQueue:
     if state.queue is None:
-        raise ValueError(f"{state.owner.name} is no legal queue: {state.problem}")
+        raise ValueError(f"{state.owner.name} is not a valid queue: {state.problem}")
     return state.queue

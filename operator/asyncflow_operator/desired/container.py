@@ -1,10 +1,10 @@
-"""The surroundings of a pod's containers: their volumes and their environment variables.
+"""Volumes and environment variables of a pod's containers.
 
-Invariants: /tmp, /dev/shm and the folder of the run are the pod's own, but for the folder of a run that must outlive
-it, which lies on a claim; everything else is read-only. What a vendor's container runtime does not bring is mounted
-from the host, which Pod Security ``restricted`` and ``baseline`` refuse: such pods need a namespace that allows it
-(``accelerators.host_paths``). What the user's templates say wins over every variable but ASYNCFLOW_*; no address of a
-peer is among them but that of a gang's rank 0, which torch wants: all others dial in.
+Invariants: /tmp, /dev/shm and the folder of the run belong to the pod, except that a run folder that must outlive the
+pod lies on a claim; everything else is read-only. Files that the vendor's container runtime does not provide are
+mounted from the host, which Pod Security ``restricted`` and ``baseline`` refuse: such pods need a namespace that allows
+it (``accelerators.host_paths``). The user's templates override every variable except ASYNCFLOW_*. The only address of
+a peer in a variable is that of a gang's rank 0, which torch needs; all other processes connect to the driver.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _READ_BY_GROUP: Final = 0o440
 _TLS: Final = TLS_DIR.rpartition("/")[2]
 _REWARD_SOCKET_MOUNT: Final[Manifest] = {"name": "rewards", "mountPath": REWARD_SOCKET.rpartition("/")[0]}
 _INTERFACE: Final = "eth0"
-"""Name of the one interface of a pod, by every container runtime."""
+"""Name of a pod's only network interface, the same under every container runtime."""
 _HOME: Final[Mapping[str, str]] = MappingProxyType(
     {
         "HOME": "/tmp",  # noqa: S108 — the pod's own volume
@@ -62,7 +62,7 @@ _HOME: Final[Mapping[str, str]] = MappingProxyType(
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 )
-"""The root file system cannot be written, and the user has no entry in /etc/passwd."""
+"""Variables that are needed because the root file system is read-only and the user has no entry in /etc/passwd."""
 
 
 class Volumes(NamedTuple):
@@ -83,30 +83,30 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 — the pod's own volume
     ]
     claims = _claims(blueprint, index)
-    devices = _of_devices(blueprint)
+    devices = _device_volumes(blueprint)
     for part in (_run(claims), claims, devices, _rewards(blueprint)):
         volumes += part.volumes
-        mounts += () if part is devices and blueprint.judges_alone else part.mounts
+        mounts += () if part is devices and blueprint.scores_only else part.mounts
     return Volumes(volumes, mounts)
 
 
-def _of_devices(blueprint: Blueprint) -> Volumes:
-    """Return what the container needs that computes."""
+def _device_volumes(blueprint: Blueprint) -> Volumes:
+    """Return the volumes of the container that uses the devices."""
     shared, host = _shared_memory(blueprint), _host(blueprint)
     return Volumes(shared.volumes + host.volumes, shared.mounts + host.mounts)
 
 
 def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
-    """Return the mounts of the container that scores: its part of the manifest, its own /tmp, the socket, claims, and
-    what its devices need.
+    """Return the mounts of the reward container: its part of the manifest, its own /tmp, the socket, the read-only
+    claims, and the mounts for its devices.
     """
-    read = [mount for mount in _claims(blueprint, 0).mounts if mount.get("readOnly")]
+    read_only = [mount for mount in _claims(blueprint, 0).mounts if mount.get("readOnly")]
     return [
         {"name": "rewards-config", "mountPath": CONFIG_DIR, "readOnly": True},
         {"name": "rewards-tmp", "mountPath": "/tmp"},  # noqa: S108 — its own volume
         _REWARD_SOCKET_MOUNT,
-        *read,
-        *(_of_devices(blueprint).mounts if blueprint.judges_alone else ()),
+        *read_only,
+        *(_device_volumes(blueprint).mounts if blueprint.scores_only else ()),
     ]
 
 
@@ -128,7 +128,7 @@ def _items(*paths: str) -> list[Manifest]:
 
 
 def _config(blueprint: Blueprint, index: int) -> list[Manifest]:
-    """Return the sources of the configuration: of what is secret, only what process ``index`` of the role needs."""
+    """Return the sources of the configuration volume; its secrets are only those that process ``index`` needs."""
     family, secrets, store = blueprint.family.name, blueprint.secrets, blueprint.store
     name = blueprint.role.name
     held = (CERTIFICATE_FILES[0], f"{index}.crt", f"{index}.key")
@@ -155,10 +155,10 @@ def _run(claims: Volumes) -> Volumes:
 
 
 def _shared_memory(blueprint: Blueprint) -> Volumes:
-    """Return /dev/shm where a size is asked for, or processes of the pod exchange tensors through it.
+    """Return /dev/shm if the user sets its size or several processes of the pod exchange tensors through it.
 
-    Without a size it may grow to the pod's memory; what a container runtime provides by itself, 64 MiB, is too little
-    for NCCL, HCCL and the workers of an engine.
+    Without a size it may grow to the pod's memory. The default of container runtimes, 64 MiB, is too small for NCCL,
+    HCCL and the workers of an engine.
     """
     role, size = blueprint.role, blueprint.role.resources.shared_memory
     if size is None and max(role.ranks, role.resources.accelerators) <= 1:
@@ -171,8 +171,8 @@ def _shared_memory(blueprint: Blueprint) -> Volumes:
 
 
 def _claims(blueprint: Blueprint, index: int) -> Volumes:
-    seen = [mounted for mounted in blueprint.mounts if index == 0 or not mounted.first]
-    claims = {mounted.volume: mounted.claim for mounted in seen}
+    used = [mounted for mounted in blueprint.mounts if index == 0 or not mounted.first]
+    claims = {mounted.volume: mounted.claim for mounted in used}
     mounts = [
         {
             "name": mounted.volume,
@@ -180,7 +180,7 @@ def _claims(blueprint: Blueprint, index: int) -> Volumes:
             **({"subPath": mounted.within} if mounted.within else {}),
             **({"readOnly": True} if mounted.read_only else {}),
         }
-        for mounted in seen
+        for mounted in used
     ]
     return Volumes(
         [{"name": volume, "persistentVolumeClaim": {"claimName": name}} for volume, name in claims.items()], mounts
@@ -200,55 +200,55 @@ def _host(blueprint: Blueprint) -> Volumes:
 
 def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
     """Return the variables of process ``index``, as a container's ``env``."""
-    computes = not blueprint.judges_alone
-    devices = _devices(blueprint, index) if computes else {}
+    uses_devices = not blueprint.scores_only
+    devices = _devices(blueprint, index) if uses_devices else {}
     plain = {**_HOME, **_rank(blueprint, index), **devices, **blueprint.role.env}
-    referred = {**(_assigned(blueprint) if computes else {}), **_host_ip(blueprint)}
-    theirs = {variable.name for template in blueprint.templates for variable in template.env}
+    pod_fields = {**(_assigned(blueprint) if uses_devices else {}), **_host_ip(blueprint)}
+    user_variables = {variable.name for template in blueprint.templates for variable in template.env}
     return [
         {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        *_of_the_pod({NODE_ENV: "spec.nodeName"} if blueprint.role.name == "rollout" else {}),
+        *_from_pod_fields({NODE_ENV: "spec.nodeName"} if blueprint.role.name == "rollout" else {}),
         {"name": TLS_ENV, "value": TLS_DIR},
         *([{"name": TOKEN_FILE_ENV, "value": TOKEN_FILE}] if blueprint.role.name == "driver" else []),
         {"name": LAST_WORDS_ENV, "value": LAST_WORDS_FILE},
         *([{"name": LEAVE_ENV, "value": f"{LEAVE_S:g}"}] if blueprint.role.name == "storage" else []),
         *([{"name": REWARD_SOCKET_ENV, "value": REWARD_SOCKET}] if blueprint.reward is not None else []),
-        *_of_the_pod({name: path for name, path in referred.items() if name not in theirs}),
+        *_from_pod_fields({name: path for name, path in pod_fields.items() if name not in user_variables}),
         *({"name": name, "value": value} for name, value in plain.items()),
     ]
 
 
 def make_reward_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
-    """Return the variables of the container that scores in the pod of process ``index``.
+    """Return the variables of the reward container in the pod of process ``index``.
 
-    Of the user's it has only those that say where things are, and those of its devices.
+    Of the user's variables it has only ``REWARD_VARIABLES`` and those of its devices.
     """
-    theirs = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
+    user_variables = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
     names = list(REWARD_VARIABLES)
     devices: dict[str, str] = {}
-    if blueprint.judges_alone:
+    if blueprint.scores_only:
         facts = PROFILES[blueprint.role.resources.profile]
         devices = {**facts.env, **_devices(blueprint, index)}
         names += [*facts.variables, *devices]
-    kept = {name: theirs[name] for name in names if name in theirs}
-    referred = _of_the_pod(_assigned(blueprint)) if blueprint.judges_alone else ()
-    return [*referred, *({"name": name, "value": value} for name, value in {**_HOME, **devices, **kept}.items())]
+    kept = {name: user_variables[name] for name in names if name in user_variables}
+    from_pod = _from_pod_fields(_assigned(blueprint)) if blueprint.scores_only else ()
+    return [*from_pod, *({"name": name, "value": value} for name, value in {**_HOME, **devices, **kept}.items())]
 
 
-def _of_the_pod(referred: Mapping[str, str]) -> Iterator[Manifest]:
-    """Yield variables whose values are fields of the pod, by the paths of these."""
-    for name, path in referred.items():
+def _from_pod_fields(paths: Mapping[str, str]) -> Iterator[Manifest]:
+    """Yield variables whose values are fields of the pod. paths: the path of the field, by variable."""
+    for name, path in paths.items():
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _rank(blueprint: Blueprint, index: int) -> dict[str, str]:
-    """Return what torchrun would set for the first rank of the pod, which passes it on to the others."""
+    """Return the variables that torchrun would set for the pod's first rank, which passes them to its other ranks."""
     family, role = blueprint.family, blueprint.role
     if role.world == 1:
         return {}
-    named = f"{instance(family.name, role.name, 0)}.{service(family.name, role.name)}.{family.namespace}.svc"
-    meeting = {"MASTER_ADDR": named if role.spread else "127.0.0.1", "MASTER_PORT": str(GANG_PORT)}
-    return meeting | role.rank_variables(index)
+    host = f"{instance(family.name, role.name, 0)}.{service(family.name, role.name)}.{family.namespace}.svc"
+    rendezvous = {"MASTER_ADDR": host if role.spread else "127.0.0.1", "MASTER_PORT": str(GANG_PORT)}
+    return rendezvous | role.rank_variables(index)
 
 
 def _devices(blueprint: Blueprint, index: int) -> dict[str, str]:
@@ -265,7 +265,7 @@ def _devices(blueprint: Blueprint, index: int) -> dict[str, str]:
 
 
 def _assigned(blueprint: Blueprint) -> dict[str, str]:
-    """Under Volcano the vendor's plug-in chooses the devices, and says which in an annotation."""
+    """Return the variable for the devices that the vendor's plug-in for Volcano chooses and writes as an annotation."""
     facts = PROFILES[blueprint.role.resources.profile]
     if not facts.assigned or blueprint.scheduling.gang != "volcano":
         return {}

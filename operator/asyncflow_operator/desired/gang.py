@@ -1,18 +1,20 @@
-"""Scheduling of a job's core as a whole: its trainer, queue, driver and least number of rollouts.
+"""Gang scheduling of a job's core: its trainer, queue, driver and minimum number of rollouts.
 
-Volcano: one PodGroup of the core; a rollout above the minimum is in no group of the operator, so Volcano makes one for
-it, in the same queue. Kueue: one Workload of the operator for the core, which the operator starts when it is admitted,
-on nodes of the flavors that it was given; a rollout above the minimum is a plain pod with the queue's label, a Workload
-by itself. Kueue's plain-pod *groups* are of no use here: their size is fixed, and their finalizer keeps a dead pod, and
-so its name, until a substitute exists. Where Kueue manages plain pods, and a namespace has a LocalQueue ``default``, it
-would take each pod of the core for a Workload too: they say that their parent is the one that waits, and the operator
-removes the gates that Kueue adds to such pods.
+Volcano: the core is one PodGroup. A rollout above the minimum is in no group of the operator, so Volcano creates a
+group for it, in the same queue.
 
-A Workload has the priority of the class that its pods have, or of the WorkloadPriorityClass that the job's label
-``kueue.x-k8s.io/priority-class`` names, as Kueue's own integrations do.
+Kueue: the core is one Workload, which the operator creates. When it is admitted, the operator creates the pods, on
+nodes of the assigned flavors. A rollout above the minimum is a plain pod with the queue's label and has its own
+Workload. Kueue's plain-pod groups are not used, because their size is fixed and their finalizer keeps a dead pod, and
+therefore its name, until a substitute exists. If Kueue manages plain pods and a namespace has a LocalQueue ``default``,
+Kueue would also create a Workload for each pod of the core. An annotation therefore names the parent as the object that
+waits, and the operator removes the gates that Kueue adds to such pods.
 
-Invariant: the core's group counts exactly the pods that always exist, whatever is scaled; losing or adding a rollout
-above the minimum changes nothing in it, nor does anything that was observed but the value of a priority class.
+A Workload has the priority of the WorkloadPriorityClass in the job's label ``kueue.x-k8s.io/priority-class``, or of the
+PriorityClass of its pods, as in Kueue's own integrations.
+
+Invariant: the core's group contains exactly the pods that always exist, independently of scaling. It does not change
+with rollouts above the minimum, and of all observations it depends only on the value of a priority class.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ KUEUE_PRIORITY: Final = f"{KUEUE}priority-class"
 KUEUE_PARENT: Final = f"{KUEUE}pod-suspending-parent"
 _OBJECT_NAME: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 _CONTAINERS: Final = ("initContainers", "containers")
-_KUEUE_USUAL: Final = "default"
-"""The LocalQueue that Kueue takes where none is named."""
+_DEFAULT_QUEUE: Final = "default"
+"""Name of the LocalQueue that Kueue uses by default."""
 _SCHEDULED_BY: Final = (
     "nodeSelector",
     "affinity",
@@ -54,19 +56,18 @@ _SCHEDULED_BY: Final = (
     "overhead",
     "resourceClaims",
 )
-"""Fields of a PodSpec that decide where, and at whose cost, it runs."""
+"""Fields of a PodSpec on which its place and its quota depend."""
 
 
 def granted(state: JobState, role: RoleName) -> GangMembership:
-    """Return the settings that Kueue assigns to the pods of a role with its place.
+    """Return the settings that Kueue assigns to the pods of a role on admission, none before the Workload is admitted.
 
-    They are the labels and taints of the nodes of its flavors, and what admission checks add; none before the Workload
-    is admitted.
+    They are the node labels and tolerations of the assigned flavors, and the additions of admission checks.
     """
     views = (view for ref, view in state.objects.items() if ref.kind == "Workload" and view.phase == "Admitted")
     assigned = next((view.assigned[role] for view in views if role in view.assigned), Assigned())
-    read = (state.found.get(Ref("ResourceFlavor", name), ReferredObject()) for name in assigned.flavors)
-    flavors: Iterable[Manifest] = (each.content.get("spec", {}) for each in read)
+    found = (state.found.get(Ref("ResourceFlavor", name), ReferredObject()) for name in assigned.flavors)
+    flavors: Iterable[Manifest] = (each.content.get("spec", {}) for each in found)
     parts = [
         *({"nodeSelector": each.get("nodeLabels"), "tolerations": each.get("tolerations")} for each in flavors),
         *assigned.more,
@@ -80,7 +81,7 @@ def granted(state: JobState, role: RoleName) -> GangMembership:
 
 
 def refers_to(job: RLJob, owner: Owner, objects: Mapping[Ref, ObjectView]) -> tuple[Ref, ...]:
-    """Return the cluster's objects that have to be read for a job: the class of its priority, and its flavors."""
+    """Return the cluster-scoped objects to read for a job: its priority class and its flavors."""
     if job.spec.scheduling.gang != "kueue":
         return ()
     priority = priority_class(job, owner)
@@ -90,26 +91,26 @@ def refers_to(job: RLJob, owner: Owner, objects: Mapping[Ref, ObjectView]) -> tu
 
 
 def priority_class(job: RLJob, owner: Owner) -> Ref | None:
-    """Return the priority class of a job: that of its label, else of the first role whose pods have one."""
+    """Return the priority class of a job: from its label, or from the first core role whose pods name one."""
     if named := owner.labels.get(KUEUE_PRIORITY):
         return Ref("WorkloadPriorityClass", named)
     for role in plan(job).roles:
-        said = [each.pod_spec.get("priorityClassName") for each in templates_of(job, role.name)]
-        named = next((str(name) for name in reversed(said) if name), "")
+        names = [each.pod_spec.get("priorityClassName") for each in templates_of(job, role.name)]
+        named = next((str(name) for name in reversed(names) if name), "")
         if role.core and re.fullmatch(_OBJECT_NAME, named):
             return Ref("PriorityClass", named)
     return None
 
 
 def membership(blueprint: Blueprint, index: int) -> GangMembership:
-    """Return the fields by which process ``index`` is in the core's group, or out of it: the lowest indices are in."""
+    """Return the fields that put process ``index`` into the core's group or keep it out; the lowest indices are in."""
     scheduling, in_core = blueprint.scheduling, index < blueprint.role.core
     if scheduling.gang == "volcano":
         queue = {VOLCANO_QUEUE: scheduling.queue} if scheduling.queue is not None else {}
         group = {VOLCANO_GROUP: blueprint.family.name} if in_core else {}
         return GangMembership(annotations={**queue, **group}, spec={"schedulerName": "volcano"})
     if scheduling.gang == "kueue" and not in_core:
-        return GangMembership(labels={KUEUE_QUEUE: scheduling.queue or _KUEUE_USUAL})
+        return GangMembership(labels={KUEUE_QUEUE: scheduling.queue or _DEFAULT_QUEUE})
     if scheduling.gang == "kueue":
         parent = {KUEUE_PARENT: f"{blueprint.family.owner.kind.lower()}.{GROUP}"}
         return replace(blueprint.granted, annotations={**blueprint.granted.annotations, **parent})
@@ -119,9 +120,9 @@ def membership(blueprint: Blueprint, index: int) -> GangMembership:
 def make_gang(
     job: RLJob, family: Family, *, core: Sequence[tuple[Role, Manifest]], found: Mapping[Ref, ReferredObject]
 ) -> tuple[Manifest, ...]:
-    """Return the object that places the core, if there is one; none as long as its priority is not known.
+    """Return the gang scheduler's object for the core, none without a gang or before its priority is known.
 
-    core: each role of which some are in the core, with one of its pods; found: what was read of the cluster's objects.
+    core: each role with processes in the core, and one of its pods; found: the cluster-scoped objects that were read.
     """
     scheduling = job.spec.scheduling
     if scheduling.gang == "volcano":
@@ -135,7 +136,7 @@ def make_gang(
 
 
 def _priority(named: Ref, found: Mapping[Ref, ReferredObject]) -> Manifest | None:
-    """Return the fields of a Workload that say its priority; None as long as the class could not be read."""
+    """Return the priority fields of a Workload, None if the priority class has not been read."""
     value = found.get(named, ReferredObject()).content.get("value")
     if not isinstance(value, int):
         return None
@@ -161,39 +162,43 @@ def _workload(
 ) -> Manifest:
     spec: Manifest = {
         **priority,
-        "queueName": scheduling.queue or _KUEUE_USUAL,
+        "queueName": scheduling.queue or _DEFAULT_QUEUE,
         "podSets": [
-            {"name": role.name, "count": role.core, "template": {"spec": _shape(pod["spec"])}} for role, pod in core
+            {"name": role.name, "count": role.core, "template": {"spec": _pod_set_spec(pod["spec"])}}
+            for role, pod in core
         ],
     }
     return stamped(make_object("kueue.x-k8s.io/v1beta2", "Workload", family, name=family.name, body={"spec": spec}))
 
 
-def _shape(spec: Manifest) -> Manifest:
-    shape: Manifest = {"restartPolicy": "Never"} | {name: spec[name] for name in _SCHEDULED_BY if name in spec}
-    return shape | {kind: [_cost(each) for each in spec[kind]] for kind in _CONTAINERS if kind in spec}
+def _pod_set_spec(spec: Manifest) -> Manifest:
+    pod_set: Manifest = {"restartPolicy": "Never"} | {name: spec[name] for name in _SCHEDULED_BY if name in spec}
+    return pod_set | {kind: [_pod_set_container(each) for each in spec[kind]] for kind in _CONTAINERS if kind in spec}
 
 
-def _cost(container: Manifest) -> Manifest:
+def _pod_set_container(container: Manifest) -> Manifest:
     return {name: container[name] for name in ("name", "image", "resources", "restartPolicy") if name in container}
 
 
 def _running(spec: Manifest) -> list[Manifest]:
-    """Return the containers that run as long as the pod."""
-    beside = [each for each in spec.get("initContainers", ()) if each.get("restartPolicy") == "Always"]
-    return [*beside, *spec["containers"]]
+    """Return the containers that run during the whole life of the pod."""
+    sidecars = [each for each in spec.get("initContainers", ()) if each.get("restartPolicy") == "Always"]
+    return [*sidecars, *spec["containers"]]
 
 
 def _requests(core: Sequence[tuple[Role, Manifest]]) -> dict[str, str]:
-    """Add up what the core's containers ask for; what is no quantity is for the API server to refuse, in the pod."""
+    """Return the sum of the requests of the core's containers.
+
+    An invalid quantity is skipped; the API server refuses it when the pod is created.
+    """
     total: Counter[str] = Counter()
     for role, pod in core:
         for container in _running(pod["spec"]):
             for name, amount in container.get("resources", {}).get("requests", {}).items():
                 if re.fullmatch(QUANTITY, str(amount)):
                     total[name] += int(Quantity(str(amount)).amount * 1000) * role.core
-    return {name: _written(Decimal(thousandths) / 1000) for name, thousandths in sorted(total.items())}
+    return {name: _quantity(Decimal(thousandths) / 1000) for name, thousandths in sorted(total.items())}
 
 
-def _written(amount: Decimal) -> str:
+def _quantity(amount: Decimal) -> str:
     return str(int(amount)) if amount == int(amount) else f"{int(amount * 1000)}m"

@@ -1,14 +1,14 @@
-"""The frame that all objects of a family share (name, labels, owner, digest), and the merge of a user's part of a pod.
+"""Common metadata of all objects of a family (name, labels, owner, digest), and the merge of a user's pod template.
 
-A family is what is made for one job, for one TransferQueue that stands alone, or for one WeightSync that publishes a
-model: its objects carry one label by which they find each other and are found.
+A family is the set of objects created for one job, for one TransferQueue without a job, or for one WeightSync that
+publishes a model. All of them carry one label, which selectors and watches use.
 
-A user's part is merged as ``kubectl patch`` would do it: mappings are merged, null takes a field away, lists of things
-that have names are merged by name, tolerations are added, every other list is replaced whole.
+A template is merged like a ``kubectl patch``: mappings are merged, null removes a field, lists of named items are
+merged by name, tolerations are added, and every other list is replaced.
 
-Invariants: every object has exactly one owner, a controller, so that garbage collection alone takes everything away;
-the operator's own labels stand, whatever the user says; merging nothing changes nothing, and what is merged in twice is
-there once.
+Invariants: every object has exactly one owner, a controller, so that garbage collection alone deletes all objects. The
+user cannot override the operator's own labels. Merging an empty template changes nothing, and merging a template twice
+has the same result as merging it once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16
 KUEUE: Final = "kueue.x-k8s.io/"
-"""Prefix of the labels, annotations, gates and finalizers that are Kueue's."""
+"""Prefix of Kueue's labels, annotations, gates and finalizers."""
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "containers": ("name",),
     "initContainers": ("name",),
@@ -41,15 +41,17 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "topologySpreadConstraints": ("topologyKey",),
     "tolerations": ("key", "operator", "value", "effect", "tolerationSeconds"),
 }
-"""By field of a PodSpec: the keys of the items of its list (Kubernetes' ``patchMergeKey``, where it has one)."""
+"""Keys that identify the items of a list, by field of a PodSpec (Kubernetes' ``patchMergeKey`` if it has one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Family of objects.
 
-    name: that of the job or queue, with which their names begin; selector: labels that all of them have and no
-    others; labels: more labels, of the user; owner: the resource that the object at hand is made for.
+    name: name of the custom resource and prefix of the objects' names.
+    selector: the label that all objects of the family have and no other objects.
+    labels: further labels, set by the user.
+    owner: the custom resource that owns the objects that are built with this Family.
     """
 
     name: str
@@ -59,16 +61,16 @@ class Family:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, owner: Owner) -> Family:
-        """Return the same family with another owner: a job's queue owns pods of the job's family."""
+        """Return the same family with another owner, for the pods of a job's family that the job's queue owns."""
         return replace(self, owner=owner)
 
 
 _LABELS: Final = {"RLJob": LABEL_JOB, "TransferQueue": LABEL_QUEUE, "WeightSync": LABEL_SYNC}
-"""By kind of what has a family: the label that its objects have."""
+"""Label of a family's objects, by the kind of the custom resource."""
 
 
 def family_of(owner: Owner) -> Family:
-    """Return the family of a job, of a queue that stands alone, or of a WeightSync that publishes a model."""
+    """Return the family of a job, of a queue without a job, or of a WeightSync that publishes a model."""
     return Family(
         name=owner.name,
         namespace=owner.namespace,
@@ -79,10 +81,10 @@ def family_of(owner: Owner) -> Family:
 
 
 def _inherited(owner: Owner) -> dict[str, str]:
-    """Return the labels of an owner that its objects have too.
+    """Return the labels that the objects inherit from their owner.
 
-    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and AsyncFlow's, by which
-    objects are found: by the label of another owner they would be found as that one's.
+    Kueue's labels are left out, because Kueue would create a Workload for each pod that names a queue. AsyncFlow's
+    labels are left out, because an object with the label of another owner would be attributed to that owner.
     """
     return {key: value for key, value in owner.labels.items() if not key.startswith((KUEUE, f"{GROUP}/"))}
 
@@ -97,7 +99,7 @@ def make_object(
     annotations: Mapping[str, str] = MappingProxyType({}),
     body: Mapping[str, Any],
 ) -> Manifest:
-    """Return an object of ``family`` without a digest; ``labels`` come on top of the family's."""
+    """Return an object of ``family`` without a digest; ``labels`` are added to those of the family."""
     metadata: Manifest = {
         "name": name,
         "namespace": family.namespace,
@@ -110,7 +112,7 @@ def make_object(
 
 
 def make_owner_reference(owner: Owner) -> Manifest:
-    """Return the reference by which garbage collection finds an object when its owner is gone."""
+    """Return the owner reference, by which garbage collection deletes the object after its owner."""
     return {
         "apiVersion": API_VERSION,
         "kind": owner.kind,
@@ -122,20 +124,20 @@ def make_owner_reference(owner: Owner) -> Manifest:
 
 
 def digest(value: object) -> str:
-    """Return a short hash of JSON values, the same for equal values in whatever order their keys are."""
+    """Return a short hash of a JSON value, which does not depend on the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
 
 
 def stamped(manifest: Manifest, *, made_from: object = None) -> Manifest:
-    """Return ``manifest`` with its digest as an annotation: that of ``made_from``, or of all that it says."""
+    """Return ``manifest`` with a digest annotation: the digest of ``made_from``, or of the whole manifest."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), DIGEST: digest(manifest if made_from is None else made_from)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
 def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``patch`` laid over it; neither is changed."""
+    """Return ``base`` merged with ``patch``; neither argument is changed."""
     merged = dict(base)
     for name, value in patch.items():
         if value is None:

@@ -1,13 +1,13 @@
-"""The pod of one process of a role, and where it may run.
+"""The pod of one process of a role, and its placement.
 
-It keeps Pod Security ``restricted`` unless a template says otherwise or a device needs paths of its host. It never
-restarts by itself, whatever a template says: the operator makes it again, under the next attempt. There is no preStop
-hook, because SIGTERM is the order to hand back what is unfinished, and the grace period is the time for it. On a host's
-network each process of a family has an HTTP port of its own, so that several find room on one node.
+A pod satisfies Pod Security ``restricted`` unless a template changes that or a device needs paths of its host. Its
+containers never restart, whatever a template says: the operator creates a new pod with the next attempt. There is no
+preStop hook, because on SIGTERM the process itself hands back unfinished work within the grace period. On the host
+network each process of a family has its own HTTP port, so that several fit on one node.
 
-Invariants: a pod is a function of (blueprint, index, attempt); its name of role and index alone, so that the API server
-lets no two processes be one replica. What its devices need of a node is required; what is only good for speed (spread,
-nearness) is preferred, so that nothing waits for a place that is merely better.
+Invariants: a pod is a function of (blueprint, index, attempt). Its name depends on role and index only, so that the API
+server rejects a second pod for the same replica. Node properties that its devices need are required; those that only
+improve speed (spread, proximity) are preferred, so that no pod waits for a better node.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ USER: Final = 65532
 _EVERYWHERE: Final = f"tcp://*:{RPC_PORT}"
 _DEFAULT_CONTAINER: Final = MappingProxyType({"kubectl.kubernetes.io/default-container": CONTAINER})
 _ONCE: Final = MappingProxyType({"restartPolicy": "Never"})
-"""Field of every pod's spec that no template changes."""
+"""Field of every pod's spec that no template can change."""
 _CONTAINER_SECURITY: Final[Manifest] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
 _REWARD_CPU: Final = 0.1
-"""Cores that scoring asks for where the manifest does not say."""
+"""Cores that the reward container requests by default."""
 _START_PERIOD_S: Final = 1
 _READY_PERIOD_S: Final = 2
 _LIVE_PERIOD_S: Final = 10
 _LIVE_FAILURES: Final = 18
-"""Failed probes after which a process counts as hung: three minutes, and its event loop never computes that long."""
+"""Failed probes after which a process counts as hung: three minutes, longer than any computation on its event loop."""
 
 
 def make_placement(blueprint: Blueprint) -> Manifest:
-    """Return the fields of a pod's spec that say where it may run."""
+    """Return the fields of a pod's spec that restrict its placement."""
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
     placement: Manifest = {}
@@ -86,16 +86,15 @@ def make_placement(blueprint: Blueprint) -> Manifest:
 
 
 def lost_nodes(blueprint: Blueprint, tolerations: Sequence[object]) -> list[Manifest]:
-    """Return the tolerations that say how long a pod stays on a node that is lost, which Kubernetes would make 300 s.
+    """Return the tolerations that limit how long a pod stays on a lost node, which is 300 s by default in Kubernetes.
 
-    A rollout, or a process of another task, goes at once from a node that does not answer: others have its rows as soon
-    as its leases end.
-    tolerations: those that the pod has; what they say about such a node stays.
+    A rollout or a process of another task is evicted immediately from a node that does not answer; after its leases
+    expire, its peers get its rows. tolerations: those that the pod already has, which override these.
     """
     seconds = {_NOT_READY: blueprint.node_lost_s, _UNREACHABLE: blueprint.node_lost_s}
     if kind_of_role(blueprint.role.name) in _HOLDS_LEASES:
         seconds[_UNREACHABLE] = 0
-    said = {
+    tolerated = {
         str(each.get("key") or "")
         for each in tolerations
         if isinstance(each, Mapping) and each.get("effect") in (None, "", "NoExecute")
@@ -103,7 +102,7 @@ def lost_nodes(blueprint: Blueprint, tolerations: Sequence[object]) -> list[Mani
     return [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": after}
         for key, after in seconds.items()
-        if not said & {key, ""}
+        if not tolerated & {key, ""}
     ]
 
 
@@ -138,11 +137,11 @@ def _selector(blueprint: Blueprint, *roles: str) -> Manifest:
 
 
 def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
-    """Return the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's requests."""
+    """Return the pod of process ``index`` in this attempt. Its digest is computed from ``blueprint.requested``."""
     family, role = blueprint.family, blueprint.role
     member = membership(blueprint, index)
     labels = {
-        **_theirs(blueprint, "labels"),
+        **_from_templates(blueprint, "labels"),
         **member.labels,
         **blueprint.labels,
         LABEL_ROLE: role.name,
@@ -155,13 +154,13 @@ def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
         family,
         name=instance(family.name, role.name, index),
         labels=labels,
-        annotations={**_DEFAULT_CONTAINER, **_theirs(blueprint, "annotations"), **member.annotations},
+        annotations={**_DEFAULT_CONTAINER, **_from_templates(blueprint, "annotations"), **member.annotations},
         body={"spec": _spec(blueprint, member, index=index, attempt=attempt)},
     )
     return stamped(pod, made_from=blueprint.requested)
 
 
-def _theirs(blueprint: Blueprint, field: str) -> dict[str, str]:
+def _from_templates(blueprint: Blueprint, field: str) -> dict[str, str]:
     return {key: value for template in blueprint.templates for key, value in getattr(template, field).items()}
 
 
@@ -244,17 +243,17 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
 
 
 def _rewards(blueprint: Blueprint, *, index: int) -> Manifest:
-    """Return the container in which samples are scored; it starts before the pod's other one, and ends after it.
+    """Return the reward container, which scores samples; it starts before the pod's main container and ends after it.
 
-    It runs other people's code on what a model wrote, so it has no Secret and no token, and sees nothing of the
-    other's but a folder with a socket.
+    It runs users' code on the output of a model, so it has no Secret and no token, and shares only a folder with a
+    socket with the main container.
     """
     if blueprint.reward is None:
         return {}
-    stated = blueprint.reward.resources
-    cpu = float(stated.cpu.amount) if stated.cpu is not None else _REWARD_CPU
-    hard = {"memory": str(stated.memory.bytes)} if stated.memory is not None else {}
-    hard |= _devices(blueprint) if blueprint.judges_alone else {}
+    resources = blueprint.reward.resources
+    cpu = float(resources.cpu.amount) if resources.cpu is not None else _REWARD_CPU
+    hard = {"memory": str(resources.memory.bytes)} if resources.memory is not None else {}
+    hard |= _devices(blueprint) if blueprint.scores_only else {}
     container = {
         "name": REWARD_CONTAINER,
         "image": blueprint.image,
@@ -265,7 +264,7 @@ def _rewards(blueprint: Blueprint, *, index: int) -> Manifest:
             *("--socket", REWARD_SOCKET),
         ],
         "env": make_reward_environment(blueprint, index),
-        "resources": _asked(cpu, hard),
+        "resources": _requirements(cpu, hard),
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": reward_mounts(blueprint),
     }
@@ -277,8 +276,8 @@ def _resources(blueprint: Blueprint) -> Manifest:
     hard: dict[str, str] = {}
     if resources.memory is not None:
         hard["memory"] = str(resources.memory)
-    hard |= {} if blueprint.judges_alone else _devices(blueprint)
-    return _asked(resources.cpu, hard)
+    hard |= {} if blueprint.scores_only else _devices(blueprint)
+    return _requirements(resources.cpu, hard)
 
 
 def _devices(blueprint: Blueprint) -> dict[str, str]:
@@ -286,8 +285,11 @@ def _devices(blueprint: Blueprint) -> dict[str, str]:
     return {resources.resource: str(resources.accelerators)} if resources.accelerators else {}
 
 
-def _asked(cpu: float, hard: dict[str, str]) -> Manifest:
-    """Memory and devices are limits too: what goes beyond takes the node down, or belongs to another."""
+def _requirements(cpu: float, hard: dict[str, str]) -> Manifest:
+    """Return the requests and limits of a container.
+
+    hard: memory and devices, which are limits too, because more would endanger the node or belong to another pod.
+    """
     requests = {"cpu": f"{math.ceil(Decimal(str(cpu)) * 1000)}m", **hard}
     return {"requests": requests, "limits": hard} if hard else {"requests": requests}
 

@@ -1,20 +1,22 @@
-"""Secrets of a job, a lone queue or a publisher: certificates, and what else only some of its pods may know.
+"""Secrets of a job, a queue without a job, or a publisher: certificates, and tokens that only some of its pods need.
 
-Everything follows from the operator's master secret and the owner's UID (``plan.certificates``), so nothing but the
-master secret has to be kept, nothing is read back, and making a Secret again changes no byte. There are three sorts:
+All contents are derived from the operator's master secret and the owner's UID (``plan.certificates``). Therefore only
+the master secret has to be stored, no Secret is read, and writing a Secret again changes no byte. There are three
+kinds:
 
-    OWNER-tls-ROLE-MARK     certificates and private keys of the processes of one role, ``LEAVES`` a Secret, as
-                            INDEX.crt and INDEX.key: a pod mounts those of its own index
-    OWNER-tls-PERSON-MARK   the certificate of a person, as the three files that ``rpc.tls`` reads
+    OWNER-tls-ROLE-MARK     certificates and private keys of the processes of one role, up to ``LEAVES`` in a Secret, as
+                            INDEX.crt and INDEX.key; a pod mounts the files of its own index
+    OWNER-tls-ROLE-MARK     for an external role: its one certificate, as the three files that ``rpc.tls`` reads
     OWNER-keys-MARK         the bearer token of the driver's control service, and the password of the store
 
-The mark is derived from the master secret. Nobody else can know the name before the operator has made the Secret, so
-one of that name is the owner's, and a person's Secret is never mistaken for it. Whoever may delete Secrets and create
-them can still put another one in its place, which pods that start later would mount; such a person can do the same to
-any workload of that namespace.
+The mark is derived from the master secret. No one can know the name before the operator has created the Secret, so a
+Secret of that name belongs to the owner and is never confused with a user's Secret. A user who may delete and create
+Secrets can still replace it, and pods that start afterwards would mount the replacement; but such a user can do the
+same to every workload of the namespace.
 
-Invariants: a Secret is a function of the master secret, kind and UID of the owner, and part, so a job that is made
-again under the same name has others; the key of the authority is in none of them; nothing here is printed or logged.
+Invariants: a Secret is a function of the master secret, the kind and UID of the owner, and the part, so a job that is
+created again under the same name has different ones. No Secret contains the key of the authority. Nothing here is
+printed or logged.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest, Owner
 
 LEAVES: Final = 256
-"""Certificates in one Secret: 250 KB, of the 1 MiB that one may have."""
+"""Most certificates in one Secret: about 250 KB of the allowed 1 MiB."""
 KEYS: Final = "keys"
 """Part with the bearer token and the password of the store."""
-PEOPLE: Final = (CLIENT, VIEWER, FOLLOWER)
-"""Roles of people and of what they run, which have a certificate and no pod of this operator."""
+EXTERNAL_ROLES: Final = (CLIENT, VIEWER, FOLLOWER)
+"""Roles of users and their own processes, which have a certificate but no pod of this operator."""
 _MARK_DIGITS: Final = 16
 _TOKEN: Final = TOKEN_FILE.rpartition("/")[2]
 
@@ -55,8 +57,8 @@ _TOKEN: Final = TOKEN_FILE.rpartition("/")[2]
 class SecretPart:
     """One Secret of an owner.
 
-    role: whose certificates it has, or ``KEYS``; first: the lowest index; leaves: certificates, from ``first`` on;
-    period: that of the certificates (``plan.certificates``).
+    role: the role of its certificates, or ``KEYS``; first: the lowest index; leaves: number of certificates from
+    ``first`` on; period: the period of the certificates (``plan.certificates``).
     """
 
     role: str
@@ -66,12 +68,12 @@ class SecretPart:
 
     @property
     def name(self) -> str:
-        """The name of the part among those of its owner: ``rollout``, ``rollout-1``."""
+        """The name of the part, unique within its owner: ``rollout``, ``rollout-1``."""
         return part_name(self.role, self.first)
 
 
 def part_name(role: str, index: int) -> str:
-    """Return the name of the part in which the certificate of process ``index`` of ``role`` is."""
+    """Return the name of the part that contains the certificate of process ``index`` of ``role``."""
     return role if index < LEAVES else f"{role}-{index // LEAVES}"
 
 
@@ -91,15 +93,15 @@ class OwnerSecrets:
         """Return the Secret of a part."""
         authority = self._authority()
         if part.role == KEYS:
-            said = {name: authority.secret(name).encode() for name in (_TOKEN, STORE_SECRET)}
-        elif part.role in PEOPLE:
-            said = _files(authority, authority.leaf(part.role, 0, period=part.period))
+            files = {name: authority.secret(name).encode() for name in (_TOKEN, STORE_SECRET)}
+        elif part.role in EXTERNAL_ROLES:
+            files = _files(authority, authority.leaf(part.role, 0, period=part.period))
         else:
-            said = {CERTIFICATE_FILES[0]: authority.certificate}
+            files = {CERTIFICATE_FILES[0]: authority.certificate}
             for index in range(part.first, part.first + part.leaves):
                 leaf = authority.leaf(part.role, index, period=part.period)
-                said |= {f"{index}.crt": leaf.certificate, f"{index}.key": leaf.key}
-        data = {name: base64.b64encode(content).decode() for name, content in said.items()}
+                files |= {f"{index}.crt": leaf.certificate, f"{index}.key": leaf.key}
+        data = {name: base64.b64encode(content).decode() for name, content in files.items()}
         labels = {} if part.role == KEYS else {LABEL_ROLE: part.role}
         made = make_object(
             "v1", "Secret", family, name=self.name(part.name), labels=labels, body={"type": "Opaque", "data": data}
@@ -115,8 +117,8 @@ class OwnerSecrets:
         return Authority(seed=self._derived("tls"), job=self.owner.uid)
 
     def _derived(self, purpose: str) -> bytes:
-        said = f"asyncflow/{purpose}/{self.owner.kind}/{self.owner.uid}"
-        return hmac.digest(self.master, said.encode(), hashlib.sha256)
+        text = f"asyncflow/{purpose}/{self.owner.kind}/{self.owner.uid}"
+        return hmac.digest(self.master, text.encode(), hashlib.sha256)
 
 
 def _files(authority: Authority, leaf: Leaf) -> dict[str, bytes]:

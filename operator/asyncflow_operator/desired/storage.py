@@ -1,10 +1,11 @@
-"""Storage that outlives pods: claims, and where they are mounted.
+"""Storage that outlives pods: claims and their mounts.
 
-The folder of a claim is the whole folder of the run, not parts of it: a process replaces what is in there as a whole,
-by renaming, and what is mounted cannot be renamed.
+A claim is mounted as the whole folder of the run, not as parts of it: processes replace files and folders in it by
+renaming, and a mount point cannot be renamed.
 
-Invariants: a claim that is made for a job goes with the job, one that is named stays; two jobs that name the same claim
-see different folders of it, because each has one of its own name. A claim for one writer is mounted by one pod only.
+Invariants: a claim that is created for a job is deleted with it; an existing claim that the job names stays. Two jobs
+that name the same claim use different folders of it, each with the name of its job. Only one pod mounts a claim for a
+single writer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MODEL_CLAIM: Final = "pvc://"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mounted:
-    """A folder of a claim in a pod. within: the folder, "" for all; first: whether only process 0 has it."""
+    """Mount of a claim in a pod. within: folder of the claim, "" for all of it; first: only for process 0."""
 
     volume: str
     claim: str
@@ -46,7 +47,7 @@ def make_claim(family: Family, volume: Durable, spec: ClaimSpec, *, access_mode:
 
 
 def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
-    """Return the claims that are made for a job."""
+    """Return the claims to create for a job."""
     storage = job.spec.storage
     made: list[Manifest] = []
     if job.spec.driver.claim is not None and job.spec.driver.claim.size is not None:
@@ -61,7 +62,7 @@ def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
 
 
 def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
-    """Return the claims that are made for a queue that stands alone."""
+    """Return the claims to create for a queue without a job."""
     spec = queue.spec.ledger.claim
     if spec is None or spec.size is None:
         return ()
@@ -69,12 +70,12 @@ def queue_claims(queue: TransferQueue, family: Family) -> tuple[Manifest, ...]:
 
 
 def _writers(queue: QueueSpec) -> str:
-    """Return the access mode of the claim of the ledgers: controllers on several nodes write, each its own folder."""
+    """Return the access mode of the ledger claim; several controllers write from several nodes, each its own folder."""
     return "ReadWriteMany" if queue.controllers > 1 else "ReadWriteOnce"
 
 
 def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
-    """Return what a role of a job mounts: its durable folders, and the claim with the model where the source is one."""
+    """Return the mounts of a role of a job: its durable folders, and the model's claim if the model is on one."""
     storage = job.spec.storage
     specs: dict[Durable, ClaimSpec | None] = {
         "driver": job.spec.driver.claim,
@@ -92,7 +93,7 @@ def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
 
 
 def queue_mounts(queue: TransferQueue, role: Role) -> tuple[Mounted, ...]:
-    """Return what a role of a queue that stands alone mounts."""
+    """Return the mounts of a role of a queue without a job."""
     return tuple(
         mounted for volume in role.durable for mounted in _folder(volume, queue.spec.ledger.claim, queue.metadata.name)
     )
@@ -106,7 +107,7 @@ def _folder(volume: Durable, spec: ClaimSpec | None, owner: str, *, first: bool 
 
 
 def model_mounts(source: str) -> tuple[Mounted, ...]:
-    """Return the mount of the claim that a model lies on, if it does."""
+    """Return the mount of the claim that contains a model, nothing if the source is not a claim."""
     if not source.startswith(_MODEL_CLAIM):
         return ()
     name = source.removeprefix(_MODEL_CLAIM).partition("/")[0]

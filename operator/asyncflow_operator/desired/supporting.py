@@ -1,16 +1,15 @@
-"""Objects beside the pods of a family: its manifest, its queue and versions, its addresses, and its policies.
+"""Supporting objects of a family, all except its pods: its manifest, TransferQueue, WeightSync, Services and policies.
 
-The manifest is what the spec says, without what the API server and the operator add to an object, and with the fields
-of a WeightSync that a job names in place of the name. It is written as JSON, which is YAML too and is made in a
-fraction of the time. What has its default value is left out, so that a job that began with an older image can read what
-a newer operator wrote: no field is there that it does not know.
+The manifest contains the spec, without the fields that the API server and the operator add to an object. If a job names
+a WeightSync, the manifest has the fields of the WeightSync in place of its name. It is written as JSON, which is valid
+YAML and much faster to produce. Fields with default values are left out, so that a job that started with an older image
+can read the manifest of a newer operator: it contains no field that the older image does not know.
 
-Invariants: the manifest changes only when the spec does, and a job that is suspended has the same as one that runs; a
-job that names an existing WeightSync makes none; an address is there as soon as its process is, ready or not, because
-peers that dial in decide when it is ready, and a probe that asks why it is not must reach it; pods have no right at the
-API server, and no pod but those of their family, and those that by their label follow it, reaches more of them than the
-port with metrics and status. Orders to
-the driver come from the operator: no other pod reaches that port, not even one of the family.
+Invariants: the manifest changes only when the spec changes, and is the same while a job is suspended. A job that names
+an existing WeightSync creates none. The address of a process exists as soon as the process does, ready or not: its
+peers must connect before it becomes ready, and the operator must reach it to learn why it is not ready. Pods have no
+rights at the API server. A pod outside the family reaches only the port with metrics and status, unless its label marks
+it as a follower. Only the operator reaches the driver's port for orders; no other pod does, not even of the family.
 """
 
 from __future__ import annotations
@@ -46,29 +45,29 @@ from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
 _BREAKS: Final = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
-"""Characters that JSON leaves as they are and YAML takes for line breaks, or refuses."""
+"""Characters that JSON leaves unescaped and that YAML treats as line breaks or refuses."""
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _OPERATOR: Final = MappingProxyType({"app.kubernetes.io/name": FIELD_MANAGER})
-"""Label of the operator's pods, as the chart sets it."""
+"""Label that the chart sets on the operator's pods."""
 _DNS_PORTS: Final = (53, 5353)
-"""Port of a DNS service, and of the pods behind it on OpenShift: policies see the address after its translation."""
+"""Ports of a DNS service and of its pods on OpenShift; policies apply to the address after translation."""
 
 
 def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family, *, name: str = "") -> Manifest:
-    """Return the ConfigMap with the manifest, and with what of a job the container that scores reads, alone.
+    """Return the ConfigMap with the manifest and, for a job, separate files for its reward container.
 
-    name: its name, by default the family's.
+    name: its name, by default the name of the family.
     """
-    data = {_key(JOB_FILE): _text(_whole(manifest, family))}
+    data = {_key(JOB_FILE): _text(_manifest(manifest, family))}
     if isinstance(manifest, RLJob):
-        data[_key(REWARD_FILE)] = _text(_judging(manifest.spec.reward))
+        data[_key(REWARD_FILE)] = _text(_reward_section(manifest.spec.reward))
         if manifest.spec.environment is not None:
-            data[_key(ENVIRONMENT_FILE)] = _text(_stated(manifest.spec.environment))
+            data[_key(ENVIRONMENT_FILE)] = _text(_without_defaults(manifest.spec.environment))
     return stamped(make_object("v1", "ConfigMap", family, name=name or family.name, body={"data": data}))
 
 
-def _whole(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
-    spec = _stated(manifest.spec)
+def _manifest(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
+    spec = _without_defaults(manifest.spec)
     spec.pop("suspend", None)
     if (weights := spec.get("weightSync")) is not None:
         weights.pop("name", None)
@@ -76,17 +75,17 @@ def _whole(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Mani
     return {"apiVersion": manifest.api_version, "kind": manifest.kind, "metadata": metadata, "spec": spec}
 
 
-def _stated(spec: Spec) -> Manifest:
-    """Return a spec without what has its default value: older definitions in the cluster may lack a field."""
+def _without_defaults(spec: Spec) -> Manifest:
+    """Return a spec without fields that have default values, since older definitions in the cluster may lack them."""
     return spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
 
 
-def _judging(spec: RewardSpec) -> Manifest:
-    """Return what the container that scores reads: of a role of its own only that there is one, and its devices."""
-    stated = _stated(spec)
-    if "role" in stated:
-        stated["role"] = {name: value for name, value in stated["role"].items() if name == "accelerator"}
-    return stated
+def _reward_section(spec: RewardSpec) -> Manifest:
+    """Return the section that the reward container reads; of the separate reward role only its accelerator is kept."""
+    section = _without_defaults(spec)
+    if "role" in section:
+        section["role"] = {name: value for name, value in section["role"].items() if name == "accelerator"}
+    return section
 
 
 def _key(path: str) -> str:
@@ -99,26 +98,27 @@ def _text(data: Manifest) -> str:
 
 
 def make_children(job: RLJob, family: Family) -> tuple[Manifest, ...]:
-    """Return the job's own queue and versions."""
+    """Return the job's own TransferQueue and WeightSync."""
     spec = job.spec
-    queue = _stated(spec.transfer_queue) | {"ledger": _stated(spec.storage.ledger), "template": _stated(spec.template)}
+    queue = _without_defaults(spec.transfer_queue)
+    queue |= {"ledger": _without_defaults(spec.storage.ledger), "template": _without_defaults(spec.template)}
     queue["storageUnits"] = spec.transfer_queue.storage_units
     made = [make_object(API_VERSION, "TransferQueue", family, name=family.name, body={"spec": queue})]
     if spec.weight_sync.name is None:
-        weights = _stated(spec.weight_sync.own)
+        weights = _without_defaults(spec.weight_sync.own)
         made.append(make_object(API_VERSION, "WeightSync", family, name=family.name, body={"spec": weights}))
     return tuple(map(stamped, made))
 
 
 def make_leader_service(family: Family, role: RoleName) -> Manifest:
-    """Return the Service of the process that all others dial."""
+    """Return the Service of the process to which all others connect."""
     numbers = {"rpc": RPC_PORT, "http": HTTP_PORT} | ({"control": CONTROL_PORT} if role == "driver" else {})
     ports = [{"name": name, "port": number, "targetPort": name} for name, number in numbers.items()]
     return _service(family, role, {"type": "ClusterIP", "ports": ports}, **{LABEL_INDEX: "0"})
 
 
 def make_gang_service(family: Family, role: RoleName) -> Manifest:
-    """Return the headless Service by which the ranks of a gang have names."""
+    """Return the headless Service that gives the ranks of a gang DNS names."""
     ports = [{"name": "gang", "port": GANG_PORT}]
     return _service(family, role, {"type": "ClusterIP", "clusterIP": "None", "ports": ports})
 
@@ -130,16 +130,17 @@ def _service(family: Family, role: RoleName, spec: Manifest, **labels: str) -> M
 
 
 def make_account(family: Family) -> Manifest:
-    """Return a ServiceAccount that nothing is granted to, and whose token no pod gets."""
+    """Return a ServiceAccount without rights, whose token is not mounted into pods."""
     body = {"automountServiceAccountToken": False}
     return stamped(make_object("v1", "ServiceAccount", family, name=family.name, body=body))
 
 
 def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Manifest:
-    """Return the budget by which ``kubectl drain`` takes one of the ``pods`` of these roles at a time, or broken ones.
+    """Return the budget that lets ``kubectl drain`` evict one of the ``pods`` of these roles at a time.
 
-    A number of pods that must stay, because for pods whose owner has a scale of its own (that of the rollouts) a number
-    of pods that may go would be counted from that.
+    Unhealthy pods may always be evicted.
+    It sets ``minAvailable``, because ``maxUnavailable`` would be computed from the owner's scale subresource, which
+    counts the rollouts.
     """
     selector = {
         "matchLabels": dict(family.selector),
@@ -152,10 +153,10 @@ def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Mani
 
 
 def make_egress_policy(family: Family, *, roles: Sequence[RoleName], network: bool) -> Manifest:
-    """Return the policy by which pods that score samples dial the family and DNS only; with network, anything.
+    """Return the policy that restricts pods that score samples to connections to the family and to DNS.
 
-    A policy is of a pod, so it holds for the process beside too, which has no other peers. Its name cannot be that of
-    a job, which has no dot. roles: those whose pods score.
+    A policy applies to a whole pod, so also to the main container, which has no other peers. Its name contains a dot
+    and therefore cannot be the name of a job. roles: roles whose pods score; network: allow all connections.
     """
     inside: list[Manifest] = [
         {"to": [{"podSelector": {"matchLabels": dict(family.selector)}}]},
@@ -169,28 +170,28 @@ def make_egress_policy(family: Family, *, roles: Sequence[RoleName], network: bo
 
 
 def make_network_policy(family: Family, *, watchers: Sequence[str], open_to_namespace: bool = False) -> Manifest:
-    """Return the policy by which a family's pods reach each other, followers reach those that have weights, and the
-    namespaces ``watchers`` read metrics.
+    """Return the policy that admits connections of the family and of followers, and of ``watchers`` to read metrics.
 
-    That of a driver is ``make_driver_policy``. watchers: namespaces of the operator and of monitoring;
-    open_to_namespace: whether all pods of the namespace may talk to them, where certificates decide who is heard.
+    It applies to all pods of the family except the driver, which has ``make_driver_policy``. watchers: namespaces of
+    the operator and of monitoring; open_to_namespace: whether all pods of the namespace may connect, so that only
+    certificates restrict access.
     """
     peers = [{"podSelector": {}}] if open_to_namespace else [*_family(family), _followers(family)]
     others = [{"key": LABEL_ROLE, "operator": "NotIn", "values": ["driver"]}]
     selector = {"matchLabels": dict(family.selector), "matchExpressions": others}
-    return _ingress_policy(family, family.name, selector, {"from": peers}, *_watching(watchers))
+    return _ingress_policy(family, family.name, selector, {"from": peers}, *_watcher_rules(watchers))
 
 
 def make_driver_policy(family: Family, *, watchers: Sequence[str], operator: str) -> Manifest:
-    """Return the policy by which the operator, in the namespace of that name, gives orders to the driver, and nobody
-    else; the family calls it, and ``watchers`` read metrics and status.
+    """Return the policy of the driver: the operator's pods, in the namespace ``operator``, may send orders; the family
+    and followers may call it; ``watchers`` may read metrics and status.
     """
-    called = {"from": [*_family(family), _followers(family)], "ports": _ports("rpc", "http")}
-    place = {"matchLabels": {_NAMESPACE_NAME: operator}}
-    peer = {"namespaceSelector": place, "podSelector": {"matchLabels": dict(_OPERATOR)}}
-    ordered = {"from": [peer], "ports": _ports("control")}
+    calls = {"from": [*_family(family), _followers(family)], "ports": _ports("rpc", "http")}
+    namespace = {"matchLabels": {_NAMESPACE_NAME: operator}}
+    peer = {"namespaceSelector": namespace, "podSelector": {"matchLabels": dict(_OPERATOR)}}
+    orders = {"from": [peer], "ports": _ports("control")}
     selector = {"matchLabels": {**family.selector, LABEL_ROLE: "driver"}}
-    return _ingress_policy(family, f"{family.name}.driver", selector, called, ordered, *_watching(watchers))
+    return _ingress_policy(family, f"{family.name}.driver", selector, calls, orders, *_watcher_rules(watchers))
 
 
 def _family(family: Family) -> list[Manifest]:
@@ -198,11 +199,11 @@ def _family(family: Family) -> list[Manifest]:
 
 
 def _followers(family: Family) -> Manifest:
-    """Return the pods of the namespace that say they follow the job: certificates decide what they are told."""
+    """Return the selector of pods labelled as followers of the job; certificates decide what they may read."""
     return {"podSelector": {"matchLabels": {LABEL_FOLLOWS: family.name}}}
 
 
-def _watching(watchers: Sequence[str]) -> list[Manifest]:
+def _watcher_rules(watchers: Sequence[str]) -> list[Manifest]:
     if not watchers:
         return []
     named = {"matchExpressions": [{"key": _NAMESPACE_NAME, "operator": "In", "values": sorted(set(watchers))}]}

@@ -205,5 +205,5 @@ def test_every_object_is_stamped_and_owned(desired: Desired, job_state: JobState
 
 def test_a_state_without_a_legal_job_has_no_objects(desired: Desired, job_state: JobStates):
     broken = JobState(owner=job_state().owner, job=None, problem="spec.model: missing")
-    with pytest.raises(ValueError, match="math is no legal job"):
+    with pytest.raises(ValueError, match="math is not a valid job"):
         desired.supporting(broken)
