@@ -38,7 +38,7 @@ SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
     "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
-    "secretless": ("WhyPending", "ContainerConfig", ('secret "no-such" not found', "Make what it lacks")),
+    "secretless": ("WhyPending", "ContainerConfig", ('secret "no-such" not found', "Create the missing object")),
     "claimless": (
         "WhyPending",
         "ClaimMissing",
@@ -203,7 +203,7 @@ def test_a_change_that_is_refused_stops_no_lost_pod_from_being_replaced(
     job.until(replaced, "every pod to be replaced")
     events = kwok_plane.api.get("/api/v1/namespaces/jobs/events", fieldSelector="involvedObject.name=shrunk")["items"]
     assert any(event["reason"] == "Denied" and event["message"] == said for event in events)
-    assert "What runs goes on as it is" in said
+    assert "Running pods are not affected" in said
     job.until_says("WhyPending", "Denied", "PersistentVolumeClaim/shrunk-ledger")
     job.edit(storage={"ledger": {"claim": claim}})
     job.until_says("WhyPending", "NothingPending")
@@ -246,7 +246,7 @@ def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop_until_there_is_room_or
     kwok_plane.wait_until(lambda: kwok_plane.api.get(f"{path}/pods")["status"].get("used"), "the quota to be counted")
     job = OneJob(kwok_plane, "jobs-quota", "tight", drivers.of("jobs-quota", "tight"), rollout={"minReplicas": 0})
     job.create()
-    job.until_says("WhyPending", "Denied", "exceeded quota: pods", "Raise the quota or ask for less")
+    job.until_says("WhyPending", "Denied", "exceeded quota: pods", "Raise the quota or request less")
     before = failed()
     time.sleep(SOON_S)
     assert failed() - before <= MOST_SOON
@@ -281,7 +281,7 @@ def test_what_ran_on_a_node_that_vanishes_comes_again_elsewhere_and_nobody_helps
     for node in lost:
         kwok_plane.lose_node(node)
     try:
-        job.until_says("WhyPending", "NodeLost", "does not answer", "is made again elsewhere")
+        job.until_says("WhyPending", "NodeLost", "does not answer", "is replaced on another node")
         job.until(lambda: stranded <= made_again(), "what was on the lost nodes to be made again")
         job.until(job.is_whole, "all pods")
         after = job.pods()

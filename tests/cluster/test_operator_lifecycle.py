@@ -101,7 +101,7 @@ def test_a_failed_rank_restarts_the_gang_and_nobody_else(jobs: dict[str, OneJob]
         lambda: set(job.attempts("trainer").values()) == {"1"} and len(job.pods("trainer")) == 2, "the second attempt"
     )
     job.until(lambda: job.status()["attempt"] == 1 and job.restarts() == {"trainer": 1}, "the attempt to be said")
-    why = "attempt 1 of trainer begins when all pods of older ones are gone"
+    why = "attempt 1 of trainer starts when all pods of older attempts are deleted"
     status, said = decisions(job.plane, "explain", f"jobs/{job.name}", f"{job.name}-trainer-0", "--decisions")
     assert status == 0, said
     assert f"deleted Pod/{job.name}-trainer-0: {why}. It was Running" in said

@@ -102,7 +102,7 @@ def test_the_units_of_a_jobs_queue_are_those_of_the_job_whoever_scales_the_queue
     world.until(lambda: world.condition("Ready")["status"] == "True", "the job to be whole again")
     assert storage() == before
     events = world.plane.kubectl("-n", world.namespace, "describe", "rlj/quickstart")
-    assert "Somebody changed TransferQueue/quickstart; it is put back, because it follows RLJob quickstart" in events
+    assert "TransferQueue/quickstart was changed and is restored, because it follows RLJob quickstart" in events
     for count in (3, 1):
         change = {"spec": {"transferQueue": {"storageUnits": count}}}
         world.plane.api.patch(f"{ours}/rljobs/quickstart", change)
@@ -138,7 +138,9 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     edit(reward={"function": None, "components": [{"name": "a", "function": "task"}], "config": {"b": 1}})
     world.until(lambda: world.condition("Accepted")["reason"] == "Invalid", "the edit to be judged")
     said = world.condition("Accepted")["message"]
-    assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
+    assert said.startswith(
+        "Generation 1 stays in force; of the newest spec only suspend: true and its scale are followed"
+    )
     assert "each component has its own config" in said
     world.annotate("quickstart-trainer-0", exit="137")
     world.until(lambda: world.attempts("trainer") == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")

@@ -60,7 +60,7 @@ def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, j
     config = kwok_plane.api.get("/api/v1/namespaces/jobs/configmaps/one")["data"]["job.yaml"]
     assert '"bandwidth": "100Mi"' in config
     assert not kwok_plane.api.exists(f"{SYNCS}/one"), "it makes none of its own"
-    other.create().until_says("Accepted", "NoWeightSync", "RLJob one has that WeightSync")
+    other.create().until_says("Accepted", "NoWeightSync", "RLJob one uses that WeightSync")
     job.until(lambda: ready(kwok_plane, "fleet") == ("False", "NoFollower"), "the driver to be heard")
 
     versions = {"rollouts": 2, "behind": 1, "lag": (1, 0, 0, 1), "laggards": (LATE,), "bytes": 99, "seconds": SECONDS}

@@ -1,7 +1,7 @@
-"""Pods of what stands alone, with everything that they need: of a queue without a job, of a publisher.
+"""Pods of a queue without a job or of a publisher, with the Secrets and objects that they need.
 
-Invariant: no pod is made before its Secrets and the objects that it refers to; what somebody has changed of these is
-put back, and said.
+Invariants: no pod is created before its Secrets and the objects that it refers to. Foreign changes of these objects are
+reverted, with an event.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ def make_alone(
     *,
     pod: Callable[[PodReplica], Manifest],
     roles: Sequence[Role],
-    people: Sequence[str],
+    external_roles: Sequence[str],
     pods: Collection[PodView],
     supporting: Upkeep,
     denied: Collection[Denial],
     desired: DesiredSecrets,
 ) -> None:
-    """Make pods, and write what all pods need.
+    """Add the creation of pods, and the writes of the objects that all pods need, to the draft.
 
-    made, pod: which, and the manifest of each; people: roles of people who get a certificate; pods: those that are
-    there; supporting: what is to be written beside Secrets; denied: what the API server has refused.
+    made, pod: the replicas to create, and a function that returns the manifest of each.
+    external_roles: roles outside the pods that get a certificate.
+    pods: the existing pods.
+    supporting: the writes that objects other than Secrets need.
+    denied: the API server's refusals.
     """
     made = tuple(made)
     secrets = secret_upkeep(
         draft.owner,
         roles,
-        people=people,
+        external_roles=external_roles,
         pods=pods,
         made=made,
         records=draft.before.secrets,

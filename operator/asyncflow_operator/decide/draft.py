@@ -1,10 +1,11 @@
-"""One decision while it is made: the conditions, the status as it will be, and what is to be done.
+"""Draft of a decision: the conditions, the new status and the actions, collected before they become a plan.
 
-A transition is written at once, figures at most every ``FIGURES_S`` seconds, the same status never.
+A transition is written immediately, a change of figures at most every ``FIGURES_S`` seconds, and an unchanged status
+never.
 
-Invariants: a draft is turned into a plan once, at the end. Each condition names the generation that it was decided for,
-and its time moves with its status; one that says the same as before is the same object. A status that says what the
-one before said causes no write, however often and however late it is decided.
+Invariants: a draft is turned into a plan once, at the end. Each condition names the generation for which it was
+decided, and its time changes only with its status; an unchanged condition is the same object. An unchanged status
+causes no write, however often it is decided.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ Status = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 1024
 _NAMED: Final = 8
-"""Most pods that an event names."""
+"""Largest number of pods that an event names."""
 _STATUS: Final[dict[bool | None, Status]] = {True: "True", False: "False", None: "Unknown"}
 FIGURES_S: Final = 15.0
-"""Least seconds between two writes of one status that differ in figures only."""
+"""Least seconds between two writes of one status that differ only in figures."""
 _SECOND: Final = 1.0
-"""Most seconds by which a written time is earlier than the real one."""
+"""Most seconds by which a written time is earlier than the original one."""
 
 S = TypeVar("S", JobStatus, QueueStatus, WeightsStatus)
 
 
 @dataclass(slots=True)
 class ConditionSet:
-    """The conditions of one object. before: those it has; generation: of the spec that is decided about now."""
+    """The conditions of one object. before: the present ones; generation: the generation that is being decided."""
 
     before: Iterable[Condition]
     generation: int
@@ -49,7 +50,7 @@ class ConditionSet:
         self._shown = {condition.type: condition for condition in self.before}
 
     def set(self, kind: str, holds: bool | None, reason: str, message: str = "") -> None:
-        """State one aspect. holds: None where it is not known."""
+        """Set the condition of type ``kind``. holds: None if it is unknown."""
         known, status, message = self._shown.get(kind), _STATUS[holds], message[:_LONGEST]
         stays = known is not None and known.status == status
         if known is not None and stays and known.reason == reason and known.message == message:
@@ -66,15 +67,15 @@ class ConditionSet:
         )
 
     def drop(self, kind: str) -> None:
-        """Remove an aspect that this object does not have any more."""
+        """Remove the condition of type ``kind``, which no longer applies to the object."""
         self._shown.pop(kind, None)
 
-    def states(self, kind: str, message: str) -> bool:
-        """Return whether an aspect is stated with this message."""
+    def has_message(self, kind: str, message: str) -> bool:
+        """Return whether the condition of type ``kind`` has this message."""
         return kind in self._shown and self._shown[kind].message == message[:_LONGEST]
 
     def has(self, kind: str) -> bool:
-        """Return whether anything was ever stated about an aspect."""
+        """Return whether the object has a condition of type ``kind``."""
         return kind in self._shown
 
     @property
@@ -84,7 +85,7 @@ class ConditionSet:
 
 
 def to_write(before: S, after: S, *, figures: Collection[str], alarm: Alarm) -> Manifest | None:
-    """Return the status to write now, None for none. figures: the fields that may wait."""
+    """Return the status to write now, None for none. figures: the fields whose changes may be written with a delay."""
     changed = {name for name in type(after).model_fields if getattr(before, name) != getattr(after, name)}
     changed.discard("progress_time")
     if not changed:
@@ -97,22 +98,22 @@ def to_write(before: S, after: S, *, figures: Collection[str], alarm: Alarm) -> 
 
 
 def _transitions(conditions: Collection[Condition]) -> dict[str, tuple[str, str, int]]:
-    """Return the part of the conditions that makes a transition: all but the messages."""
+    """Return the parts of the conditions whose change is a transition: all except the messages."""
     return {each.type: (each.status, each.reason, each.observed_generation) for each in conditions}
 
 
 def _dump(status: S) -> dict[str, Any]:
-    """Return the status as it is written, without maps that are empty."""
-    said = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return {name: value for name, value in said.items() if value != {}}
+    """Return the status as JSON values, without empty maps."""
+    dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {name: value for name, value in dumped.items() if value != {}}
 
 
 @dataclass(slots=True, kw_only=True)
 class Draft(Generic[S]):
     """Draft of a plan.
 
-    before: the status as it was written; fields: what of it changes; first, then: the stages of the plan;
-    records: what the status says of Secrets once they have been written.
+    before: the status as last written; fields: its changed fields; first, then: the stages of the plan; records: the
+    entries of the status for Secrets, to add once they have been written.
     """
 
     owner: Owner
@@ -131,45 +132,45 @@ class Draft(Generic[S]):
         self.alarm = Alarm(self.now)
 
     def after(self) -> S:
-        """Return the status as it will be."""
-        shown = {"conditions": self.conditions.current, "observed_generation": self.owner.generation}
-        return self.before.model_copy(update={**self.fields, **shown})
+        """Return the new status."""
+        observed = {"conditions": self.conditions.current, "observed_generation": self.owner.generation}
+        return self.before.model_copy(update={**self.fields, **observed})
 
     def note(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Add an event about a transition, for people."""
+        """Add an event about a transition."""
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
     def delete_pods(self, deletes: Iterable[Delete]) -> None:
-        """Delete pods, with an event for each reason, and a warning for each whose node does not let go of it."""
-        why: dict[str, list[str]] = {}
+        """Delete pods, with an event for each reason, and a warning for each pod whose node does not confirm it."""
+        names_by_reason: dict[str, list[str]] = {}
         for delete in deletes:
             self.first.append(delete)
             if delete.grace_s == 0:
-                words = "its node does not let go of it, so it is taken off the API server"
-                self.note("NodeLost", f"{delete.ref.name}: {words}", warning=True)
+                message = "its node does not confirm the deletion, so it is removed from the API server"
+                self.note("NodeLost", f"{delete.ref.name}: {message}", warning=True)
             else:
-                why.setdefault(delete.why, []).append(delete.ref.name)
-        for reason, names in why.items():
+                names_by_reason.setdefault(delete.why, []).append(delete.ref.name)
+        for reason, names in names_by_reason.items():
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             self.note("PodsDeleted", f"{', '.join(names[:_NAMED])}{more}: {reason}")
 
     def add_first(self, actions: Iterable[Action]) -> None:
-        """Add what nothing has to wait for."""
+        """Add actions to the first stage, which depend on no other action."""
         self.first.extend(actions)
 
     def add_then(self, actions: Iterable[Action]) -> None:
-        """Add what needs what comes first."""
+        """Add actions to the second stage, which may need objects of the first one."""
         self.then.extend(actions)
 
     def keep_secrets(self, secrets: SecretUpkeep) -> None:
-        """Write Secrets, and say in the status which were."""
+        """Add the writes of Secrets, and the entries of the status that record them."""
         self.fields["secrets"] = dict(secrets.kept)
         self.add_first(secrets.write)
         for ref, (part, record) in secrets.written.items():
             self.records[ref] = {part: record.model_dump(mode="json", by_alias=True)}
 
     def plan(self, *, figures: Collection[str]) -> Plan:
-        """Return the plan. figures: the fields of the status that may wait."""
+        """Return the plan. figures: the fields of the status whose changes may be written with a delay."""
         status = to_write(self.before, self.after(), figures=figures, alarm=self.alarm)
         stages = tuple(tuple(stage) for stage in (self.first, self.then) if stage)
         after = status or _dump(self.after().model_copy(update={"progress_time": to_rfc3339(self.now)}))
@@ -184,23 +185,23 @@ class Draft(Generic[S]):
 
 
 def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
-    """Record whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
+    """Record that the newest spec is accepted or, if it has a ``problem``, that the last accepted one is in force."""
     if not problem:
         draft.fields["accepted_generation"] = draft.owner.generation
         draft.conditions.set("Accepted", True, "Accepted", message)
         return
     last = draft.before.accepted_generation
-    counts = f"Generation {last} runs on" if last is not None else "What runs goes on as it was accepted"
-    message = f"{counts}; of this one suspend: true and its scale are obeyed, and no more. {problem}"
-    if not draft.conditions.states("Accepted", message):
+    in_force = f"Generation {last} stays in force" if last is not None else "The last accepted spec stays in force"
+    message = f"{in_force}; of the newest spec only suspend: true and its scale are followed. {problem}"
+    if not draft.conditions.has_message("Accepted", message):
         draft.note(reason, message, warning=True)
     draft.conditions.set("Accepted", False, reason, message)
 
 
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
-    """Record why an object is invalid and what to do about it, and return its plan; what runs is left as it is."""
+    """Record why an object is invalid and how to fix it, and return its plan; its running pods are not changed."""
     reason = reason or "Invalid"
-    if not draft.conditions.states("Accepted", problem):
+    if not draft.conditions.has_message("Accepted", problem):
         draft.note(reason, problem, warning=True)
     draft.conditions.set("Accepted", False, reason, problem)
     if not draft.conditions.has("Ready"):

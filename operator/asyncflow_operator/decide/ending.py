@@ -1,9 +1,10 @@
-"""The end of a job: for good, or until it is resumed; its last status, and the pods that are deleted or kept.
+"""The end of a job, permanent or until it is resumed: its last status, and which pods are deleted or kept.
 
-Suspending asks the driver for a checkpoint and waits until it has ended, or its time is over; only then pods go.
+To suspend a job, the operator orders a checkpoint from the driver and waits until the driver has ended or its time is
+over; only then it deletes the pods.
 
-Invariants: a finished job stays as it finished; a suspended job has no pods; while a job ends, no end is a failure and
-nothing is made.
+Invariants: the phase of a finished job never changes. A suspended job has no pods. While a job is ending, no end of a
+pod counts as a failure and no pod is created.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import JobState, PodView, Ref
 
 STOPS: Final = 4
-"""Times ``limits.stopSeconds`` that a checkpoint may take when a job is suspended, beside ``SPARE_S``."""
+"""Time for the checkpoint of a job that is suspended, in multiples of ``limits.stopSeconds``, plus ``SPARE_S``."""
 SPARE_S: Final = 60.0
 
 
@@ -35,25 +36,25 @@ def driver_of(state: JobState) -> PodView | None:
 
 
 def last_status(driver: PodView | None, state: JobState) -> DriverStatus | None:
-    """Return the driver's last answer, with what it has left since: the phase and the figures with which it ended."""
+    """Return the driver's last answer, updated with the phase and figures in its termination message."""
     seen = state.probe.status
     try:
-        left = DriverStatus.model_validate_json(driver.last_words if driver is not None else "")
+        final = DriverStatus.model_validate_json(driver.last_words if driver is not None else "")
     except ValidationError:
         return seen
     if seen is None:
-        return left
-    return seen.model_copy(update={name: getattr(left, name) for name in left.model_fields_set})
+        return final
+    return seen.model_copy(update={name: getattr(final, name) for name in final.model_fields_set})
 
 
 def final_phase(driver: PodView, state: JobState) -> str:
-    """Return the phase in which a driver has ended, "" where it said none."""
+    """Return the phase in which a driver has ended, "" if it reported none."""
     last = last_status(driver, state)
     return last.phase if last is not None else ""
 
 
 def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | None) -> None:
-    """End the job for good: as succeeded, or as failed because of ``failure``."""
+    """End the job permanently: as succeeded, or as failed because of ``failure``."""
     phase: Phase = "Succeeded" if failure is None else "Failed"
     draft.fields |= figures(last_status(driver_of(state), state), ())
     draft.fields |= {"phase": phase, "completion_time": to_rfc3339(draft.now), "eta": "", "waiting_for": ""}
@@ -64,11 +65,11 @@ def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | No
     else:
         draft.conditions.set("Failed", True, failure.reason, failure.message)
         draft.note(failure.reason, failure.message, warning=True)
-    _state_inactive(draft, reason=phase, message=f"The job has {phase.lower()}")
+    _set_inactive(draft, reason=phase, message=f"The job has {phase.lower()}")
 
 
 def clean_up(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
-    """Delete what a finished job does not need, and the job itself when its time to live is over."""
+    """Delete the pods that a finished job does not need, and the job itself when its time to live is over."""
     kept = _pods_to_keep(state, keeps_failures=spec.limits.keep_on_failure)
     why = f"the job has {state.status.phase.lower()}"
     draft.delete_pods(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm, why=why))
@@ -81,11 +82,11 @@ def clean_up(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
 
 
 def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
-    """Bring a job closer to being suspended."""
+    """Return the plan for the next step of suspending a job."""
     driver, status = driver_of(state), state.status
     if status.phase not in ("Suspending", "Suspended"):
         draft.fields |= {"phase": "Suspending", "suspend_time": to_rfc3339(draft.now)}
-        draft.note("Suspending", "A checkpoint is made, then all pods are released")
+        draft.note("Suspending", "A checkpoint is written, then all pods are deleted")
     ended = end_of(driver) if driver is not None else None
     seen = state.probe.status
     if driver is not None and ended is PodEnd.DONE and final_phase(driver, state) == "Succeeded":
@@ -93,14 +94,14 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         return draft.plan(figures=FIGURES)
     if ended is PodEnd.DONE:
         draft.fields |= figures(last_status(driver, state), ())
-    began = from_rfc3339(status.suspend_time) or draft.now
-    in_time = draft.alarm.until(began + STOPS * spec.limits.stop_seconds + SPARE_S)
+    started = from_rfc3339(status.suspend_time) or draft.now
+    in_time = draft.alarm.until(started + STOPS * spec.limits.stop_seconds + SPARE_S)
     saves = status.phase in ("Running", "Suspending") and _may_save(state)
     if status.phase != "Suspended" and driver is not None and ended is None and in_time and saves:
         draft.add_first(
             [DriverOrder(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else []
         )
-        _state_suspended(draft, done=False)
+        _set_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
     why = _why_suspended(state, spec, in_time=in_time, saves=saves)
     draft.delete_pods(removed(state.pods, draft.alarm, why=why))
@@ -111,20 +112,20 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
-        draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
-    _state_suspended(draft, done=done or status.phase == "Suspended")
+        draft.note("Suspended", "All pods are deleted; suspend: false resumes the job from the checkpoint")
+    _set_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
 
 
 def _why_suspended(state: JobState, spec: RLJobSpec, *, in_time: bool, saves: bool) -> str:
-    asked = "the job is suspended" if spec.suspend else "the place of the job is wanted for another one (Kueue)"
+    why = "the job is suspended" if spec.suspend else "Kueue has evicted the job's Workload"
     if driver_of(state) is None or not saves:
-        return asked
-    return f"{asked}, and " + ("its driver has ended" if in_time else "its driver had its time for a checkpoint")
+        return why
+    return f"{why}, and " + ("its driver has ended" if in_time else "its driver's time for a checkpoint is over")
 
 
 def resumed(status: JobStatus) -> dict[str, Any]:
-    """Return the fields of the status with which a suspended job begins again, as the next attempt of every role."""
+    """Return the fields of the status with which a suspended job resumes, with the next attempt of every role."""
     failures = {
         name: next_attempt(record).model_copy(update={"in_a_row": 0, "counted": ()})
         for name, record in status.failures.items()
@@ -133,9 +134,9 @@ def resumed(status: JobStatus) -> dict[str, Any]:
 
 
 def deadline_exceeded(draft: Draft[JobStatus], spec: RLJobSpec) -> FailureResult | None:
-    """Return the failure of a job that has taken longer than it may, None for any other."""
-    deadline, began = spec.limits.active_deadline_seconds, from_rfc3339(draft.before.start_time)
-    if deadline is None or began is None or draft.alarm.until(began + deadline):
+    """Return the failure of a job that has exceeded its deadline, None for any other job."""
+    deadline, started = spec.limits.active_deadline_seconds, from_rfc3339(draft.before.start_time)
+    if deadline is None or started is None or draft.alarm.until(started + deadline):
         return None
     return FailureResult(
         "DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({duration(deadline)})"
@@ -143,31 +144,33 @@ def deadline_exceeded(draft: Draft[JobStatus], spec: RLJobSpec) -> FailureResult
 
 
 def _may_save(state: JobState) -> bool:
-    """Return whether the driver can still be brought to a checkpoint."""
+    """Return whether the driver can still write a checkpoint."""
     seen = state.probe.status
     return seen is None or seen.phase not in ("Starting", "Pending", "Suspended", "Succeeded")
 
 
 def _pods_to_keep(state: JobState, *, keeps_failures: bool) -> set[str]:
-    """Return the UIDs of the pods that stay for their logs: the driver's, and of a failed job those that failed, unless
-    nothing is kept. Of a pod that a sidecar keeps running nothing stays: it would hold its node's resources.
+    """Return the UIDs of the pods that stay for their logs: the driver and, in a failed job, the failed pods.
+
+    keeps_failures: whether a failed job keeps pods. A pod in which a sidecar still runs is not kept, because it would
+    hold resources of its node.
     """
     failed = state.status.phase == "Failed"
     if failed and not keeps_failures:
         return set()
-    over = [pod for pod in state.pods if not pod.leftover]
-    ended = {pod.uid for pod in over if end_of(pod) in (PodEnd.FAILED, PodEnd.REFUSED)} if failed else set()
-    return ended | {pod.uid for pod in over if pod.role == "driver"}
+    candidates = [pod for pod in state.pods if not pod.leftover]
+    ended = {pod.uid for pod in candidates if end_of(pod) in (PodEnd.FAILED, PodEnd.REFUSED)} if failed else set()
+    return ended | {pod.uid for pod in candidates if pod.role == "driver"}
 
 
-def _state_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
+def _set_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
     reason = "Suspended" if done else "Suspending"
     draft.conditions.set("Suspended", done, reason)
-    _state_inactive(draft, reason=reason, message="")
+    _set_inactive(draft, reason=reason, message="")
 
 
-def _state_inactive(draft: Draft[JobStatus], *, reason: str, message: str) -> None:
-    """State that nothing runs or is to run."""
+def _set_inactive(draft: Draft[JobStatus], *, reason: str, message: str) -> None:
+    """Set the conditions of a job that neither runs nor is to run."""
     for kind in ("Ready", "Progressing", "WhyPending"):
         draft.conditions.set(kind, False, reason, message)
     for kind in ("Stalled", "ElasticityActive"):

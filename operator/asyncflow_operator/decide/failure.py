@@ -1,12 +1,14 @@
-"""Ends of processes: how each one counts, and the restart budget that a role's ends use.
+"""Ends of processes: how each end counts, and the restart budget that the ends of a role use.
 
-Every end is entered into the role's record once: a pod of a gang by its attempt, which the entry leaves behind, any
-other by its UID. The record is on disk before the pod is deleted, so a crash in between enters nothing twice.
+Each end is entered into the role's record once: a pod of a gang is identified by its attempt, which the entry
+increases, and any other pod by its UID. The record is stored before the pod is deleted, so a crash in between does not
+enter an end twice.
 
-Failures are forgotten when the window is over, so that a record says at any time what of the budget is used.
+The failures of a window are removed from the record when the window is over, so a record always shows the used part of
+the budget.
 
-Invariants: attempts only grow; no end of a pod that the cluster or a person took away uses budget, nor one that another
-process has caused; a window counts a failure once.
+Invariants: attempts only increase. An end uses no budget if the cluster or a user ended the pod, or if another process
+caused it. A window counts each failure once.
 """
 
 from __future__ import annotations
@@ -24,33 +26,33 @@ from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import PodView
 
 SETTLED_S: Final = 20.0
-"""Seconds after which a process counts as able to run: its next end is the first of a row."""
+"""Seconds after which a process counts as able to run, so that its next end is the first one of a new row."""
 LONGEST_S: Final = 60.0
-"""Most seconds that a restart is put off."""
+"""Longest delay of a restart in seconds."""
 COUNTED: Final = 256
-"""Most UIDs that a record holds; further ends wait until some of these pods are gone."""
+"""Most UIDs in a record; further ends are entered after some of these pods have been deleted."""
 _MOST_DOUBLINGS: Final = 32
-_WORDS: Final = 600
+_LAST_WORDS: Final = 600
 
 
 class PodEnd(StrEnum):
-    """Classes of the end of a pod."""
+    """Kinds of the end of a pod; the values are used in event messages."""
 
     FAILED = "failed"
     REFUSED = "refused its input"
-    DISRUPTED = "lost what it worked on with another process"
-    TAKEN = "was taken away by the cluster"
+    DISRUPTED = "lost its work with another process"
+    EVICTED = "was ended by the cluster"
     DELETED = "was deleted"
     DONE = "ended by itself"
 
 
-_CAUSES: Final = {PodEnd.DISRUPTED: 0, PodEnd.TAKEN: 1, PodEnd.DELETED: 2}
-"""Ends that others of a gang follow from, the one to enter first."""
+_CAUSES: Final = {PodEnd.DISRUPTED: 0, PodEnd.EVICTED: 1, PodEnd.DELETED: 2}
+"""Ends that cause the other ends in a gang, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureResult:
-    """Reason why a job or a queue cannot go on: one word for machines and a sentence for people."""
+    """Reason why a job or a queue cannot continue: one word for programs, and a sentence for users."""
 
     reason: str
     message: str
@@ -58,7 +60,7 @@ class FailureResult:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnds:
-    """A role's record with all ends entered, the failure that follows from it, and the events to write."""
+    """A role's record with all ends entered, the failure that follows, and the events to write."""
 
     record: RoleRecord
     failure: FailureResult | None
@@ -66,13 +68,13 @@ class RecordedEnds:
 
 
 def end_of(pod: PodView) -> PodEnd | None:
-    """Return what the end of ``pod`` counts as; None while it has not ended."""
+    """Return the kind of the end of ``pod``, None if it has not ended."""
     if pod.deleting:
         return PodEnd.DELETED
     if pod.phase not in ("Succeeded", "Failed"):
         return None
     if pod.disrupted:
-        return PodEnd.TAKEN
+        return PodEnd.EVICTED
     if pod.exit_code == REFUSED:
         return PodEnd.REFUSED
     if pod.exit_code == DISRUPTED:
@@ -83,11 +85,11 @@ def end_of(pod: PodView) -> PodEnd | None:
 def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> RecordedEnds:
     """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet.
 
-    Of a gang that ended, one end is entered for all: that of a rank which was disrupted or taken away, if there is one,
-    because the others have then failed for want of it.
+    For a gang, one end is entered for all ranks: the end of a rank that was disrupted, evicted or deleted, if there is
+    one, because the other ranks have failed as a consequence.
     """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
-    there = {pod.uid for pod in pods}
+    existing = {pod.uid for pod in pods}
     record = _without_old_failures(role.restart, record, alarm)
     failure: FailureResult | None = None
     notes: list[Note] = []
@@ -95,10 +97,10 @@ def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: 
     for pod, end in ends:
         if end is PodEnd.REFUSED:
             failure = failure or FailureResult(
-                "Refused", f"{_ended(pod)}, which no restart can mend. {_words(pod)}".strip()
+                "Refused", f"{_ended(pod)}, which no restart can fix. {_last_words(pod)}".strip()
             )
         elif not (role.gang and pod.attempt < record.attempt):
-            counted = tuple(uid for uid in record.counted if uid in there)
+            counted = tuple(uid for uid in record.counted if uid in existing)
             if len(counted) < COUNTED:
                 record = _recorded(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
                 notes.append(_note_of(role, pod, end))
@@ -106,17 +108,17 @@ def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: 
 
 
 def delay(policy: RestartPolicy, ends: int) -> float:
-    """Return the seconds to wait after ``ends`` ends in a row; none after none."""
+    """Return the seconds to wait after ``ends`` ends in a row, 0 without any."""
     return float(min(policy.backoff_s * 2.0 ** min(ends - 1, _MOST_DOUBLINGS), LONGEST_S)) if ends else 0.0
 
 
-def begins_at(policy: RestartPolicy, record: RoleRecord) -> float:
-    """Return when a gang may begin again (unix seconds)."""
+def starts_at(policy: RestartPolicy, record: RoleRecord) -> float:
+    """Return the time at which a gang may start again (unix seconds)."""
     return (from_rfc3339(record.last_failure) or 0.0) + delay(policy, record.in_a_row)
 
 
 def may_be_replaced(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
-    """Return whether the remains of ``pod`` may be deleted, so that it is made again: counted, and past the backoff."""
+    """Return whether an ended ``pod`` may be deleted and replaced: its end is counted and the backoff is over."""
     if pod.uid not in record.counted:
         return False
     ended = from_rfc3339(record.last_failure) or 0.0
@@ -124,7 +126,7 @@ def may_be_replaced(policy: RestartPolicy, record: RoleRecord, pod: PodView, ala
 
 
 def _without_old_failures(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:
-    """Return the record without the failures of a window that is over."""
+    """Return the record, without its failures if their window is over."""
     since = from_rfc3339(record.window_start)
     if since is None or alarm.until(since + policy.window_s):
         return record
@@ -156,7 +158,7 @@ def _recorded(role: Role, record: RoleRecord, pod: PodView, end: PodEnd, now: fl
 
 
 def _ends_in_a_row(record: RoleRecord, pod: PodView, now: float) -> int:
-    """Return the number of ends in a row, up to that of ``pod``: only the successor of an end makes it larger."""
+    """Return the number of ends in a row including that of ``pod``; only a pod of the present attempt increases it."""
     lived = pod.finished - pod.started if pod.started is not None and pod.finished is not None else 0.0
     quiet = now - (from_rfc3339(record.last_failure) or 0.0)
     if lived >= SETTLED_S or quiet >= LONGEST_S + SETTLED_S:
@@ -171,20 +173,20 @@ def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> FailureRes
         return None
     failed = [pod for pod in pods if end_of(pod) in (PodEnd.FAILED, PodEnd.DISRUPTED)]
     last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)
-    who = _ended(last) if last is not None else f"{role.name} failed"
-    most = MOST_DISRUPTIONS if disrupted else policy.max_restarts
-    budget = f"{most} restarts of {role.name} within {duration(policy.window_s)} are used up"
-    words = f". {_words(last)}" if last is not None and last.last_words else ""
-    return FailureResult("BudgetExceeded", f"{who}, and the {budget}{words}")
+    ended = _ended(last) if last is not None else f"{role.name} failed"
+    limit = MOST_DISRUPTIONS if disrupted else policy.max_restarts
+    budget = f"{limit} restarts of {role.name} within {duration(policy.window_s)} are used up"
+    last_words = f". {_last_words(last)}" if last is not None and last.last_words else ""
+    return FailureResult("BudgetExceeded", f"{ended}, and the {budget}{last_words}")
 
 
 def _note_of(role: Role, pod: PodView, end: PodEnd) -> Note:
-    who = _ended(pod) if end is PodEnd.FAILED else f"{pod.name} {end}"
-    then = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
+    ended = _ended(pod) if end is PodEnd.FAILED else f"{pod.name} {end}"
+    reaction = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
     return Note(
         type="Warning" if end is PodEnd.FAILED else "Normal",
         reason=f"{role.name.capitalize()}{'Failed' if end is PodEnd.FAILED else 'Gone'}",
-        message=f"{who}: {then}",
+        message=f"{ended}: {reaction}",
     )
 
 
@@ -193,6 +195,6 @@ def _ended(pod: PodView) -> str:
     return f"{pod.name} ended with {code}" + (f" ({pod.exit_reason})" if pod.exit_reason else "")
 
 
-def _words(pod: PodView) -> str:
-    words = " ".join(pod.last_words.split())
-    return f"Its last words: {words[-_WORDS:]}" if words else ""
+def _last_words(pod: PodView) -> str:
+    text = " ".join(pod.last_words.split())
+    return f"Its last words: {text[-_LAST_WORDS:]}" if text else ""

@@ -1,9 +1,11 @@
 """Decision about one RLJob.
 
-The order of the questions is the order of this file: is it this operator's and legal, is it over, is it to be
-suspended, has something ended, and only then: what is missing, what is too much, and what does the status say.
+The checks are made in the order of this file: whether the job belongs to this operator and is valid, whether it has
+finished, whether it must be suspended, whether a process has ended; then which pods are missing, which are surplus, and
+the new status.
 
-Invariant: the plan's status says everything that its actions rely on, so it may be cut off after any of them.
+Invariant: the status of a plan contains everything on which its actions rely, so the plan may be interrupted after any
+action.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from asyncflow_operator.decide.ending import (
     suspend,
 )
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of, record_ends
-from asyncflow_operator.decide.pending import TOLD, why_lacking, why_pending
+from asyncflow_operator.decide.pending import EVENT_REASONS, why_lacking, why_pending
 from asyncflow_operator.decide.progress import (
     FIGURES,
     FINISHED,
@@ -50,7 +52,7 @@ from asyncflow_operator.decide.progress import (
     ready_of,
     set_stalled,
 )
-from asyncflow_operator.decide.replicas import ReplicaMoves, caught_up, followed, plan_gang, plan_replicas
+from asyncflow_operator.decide.replicas import ReplicaMoves, caught_up, plan_gang, plan_replicas, track_single_pod
 from asyncflow_operator.decide.rollouts import RegisteredRollouts, Target, plan_rollouts, still_draining, target
 from asyncflow_operator.decide.secrets import secret_upkeep
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
@@ -60,12 +62,12 @@ from asyncflow_operator.observed import JobState, Manifest, PodView, Ref
 MANAGER: Final = f"{GROUP}/operator"
 """Value of ``spec.managedBy`` that names this operator."""
 _JUST_WRITTEN_S: Final = 10.0
-"""Seconds within which a pod that was put on record may still be on its way to the API server."""
-_ELSEWHERE: Final = frozenset(QUEUE_ROLES)
-"""Roles whose pods belong to the job's TransferQueue, which decides about them."""
+"""Seconds within which a recorded pod may not have been created at the API server yet."""
+_OF_QUEUE: Final = frozenset(QUEUE_ROLES)
+"""Roles whose pods belong to the job's TransferQueue and are decided there."""
 _OUTGROWN: Final = (
-    "Kueue has admitted the job as it was: what pods ask for beyond that is not counted until the job is suspended and "
-    "resumed"
+    "Kueue has admitted the job with its earlier requests: additional requests of pods are not counted until the job "
+    "is suspended and resumed"
 )
 
 
@@ -85,13 +87,13 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
         draft.fields |= resumed(state.status)
-        draft.note("Resumed", "The job begins again from its checkpoint")
+        draft.note("Resumed", "The job resumes from its checkpoint")
         state = replace(state, status=state.status.model_copy(update=draft.fields))
     return _Running(draft, state, job, desired).plan()
 
 
 class _Running:
-    """Decision about a job that runs, or is to."""
+    """Decision about a job that runs or is to run."""
 
     def __init__(self, draft: Draft[JobStatus], state: JobState, job: RLJob, desired: DesiredJob) -> None:
         self._draft = draft
@@ -99,7 +101,7 @@ class _Running:
         self._job = job
         self._desired = desired
         self._roles = plan_of(job).roles
-        self._own_roles = [role for role in self._roles if role.name not in _ELSEWHERE]
+        self._own_roles = [role for role in self._roles if role.name not in _OF_QUEUE]
         self._ready = ready_of(state.pods)
         self._draining = still_draining(state.status.draining, state.pods)
         self._records = dict(state.status.failures)
@@ -129,7 +131,7 @@ class _Running:
         return draft.plan(figures=FIGURES)
 
     def _record_ends(self) -> FailureResult | None:
-        """Enter what ended into the records."""
+        """Enter the ends of pods into the records, and return a failure of the job that follows."""
         draining = {each.uid for each in self._draining}
         failure = _queue_failure(self._state)
         for role in self._own_roles:
@@ -138,14 +140,16 @@ class _Running:
             if role.gang:
                 record = caught_up(record, pods, known=self._known_attempt())
             ends = record_ends(role, pods, record, self._draft.alarm)
-            self._records[role.name] = followed(ends.record, pods, before=record) if role.leader else ends.record
+            self._records[role.name] = (
+                track_single_pod(ends.record, pods, before=record) if role.leader else ends.record
+            )
             failure = failure or ends.failure
             self._draft.notes.extend(ends.notes)
         self._draft.fields |= self._record_fields()
         return failure
 
     def _act(self, wanted: Target) -> int:
-        """Make and delete pods, and return the number of rollouts that stay."""
+        """Plan the pods to create and to delete, and return the number of rollouts that stay."""
         moves, staying = ReplicaMoves(), 0
         for role in self._own_roles:
             pods, record = self._pods(role), self._records[role.name]
@@ -187,7 +191,7 @@ class _Running:
             draft.fields |= {"start_time": to_rfc3339(draft.now)}
         draft.delete_pods(moves.remove)
         draft.add_first(release_pods(state))
-        draft.add_first(moves.ask)
+        draft.add_first(moves.orders)
         if not state.namespace_ending:
             children = upkeep(desired.children(state), seen=state.objects)
             absent = {**self._upkeep.absent, **self._keep_secrets(moves)}
@@ -199,14 +203,14 @@ class _Running:
             draft.notes.extend(restore_notes(changed, state.denied, owner=f"RLJob {self._job.name}"))
 
     def _keep_secrets(self, moves: ReplicaMoves) -> Mapping[Ref, Manifest]:
-        """Write the Secrets, those of the job's own queue too, and return those that pods have to wait for."""
+        """Add the writes of the Secrets of the job and its own queue; return those that pods must wait for."""
         state = self._pinned
         if not (self._may_make or state.pods):
             return {}
         secrets = secret_upkeep(
             state.owner,
             self._roles,
-            people=(VIEWER, FOLLOWER),
+            external_roles=(VIEWER, FOLLOWER),
             pods=state.pods,
             made=moves.make,
             records=state.status.secrets,
@@ -217,7 +221,7 @@ class _Running:
         return secrets.needed
 
     def _report(self, wanted: Target, *, staying: int) -> None:
-        """Write how far the job is into the draft."""
+        """Write the progress of the job into the draft."""
         draft, state, spec = self._draft, self._state, self._job.spec
         rollouts = [pod for pod in state.pods if pod.role == "rollout"]
         begun = any(self._records[role.name].begun for role in self._own_roles if role.gang)
@@ -236,8 +240,9 @@ class _Running:
         draft.add_then(pods_ready(state.objects, lacks=lacks, now=draft.now))
         why = why_pending(self._roles, state)
         if why is None and lacks:
-            why = why_lacking(lacks, state.pods, going=self._upkeep.going, ran=phase == "Running", alarm=draft.alarm)
-        if why is not None and why.reason in TOLD and not conditions.states("WhyPending", why.message):
+            terminating = self._upkeep.terminating
+            why = why_lacking(lacks, state.pods, terminating=terminating, ran=phase == "Running", alarm=draft.alarm)
+        if why is not None and why.reason in EVENT_REASONS and not conditions.has_message("WhyPending", why.message):
             draft.note(why.reason, why.message, warning=True)
         conditions.set(
             "WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else ""
@@ -262,40 +267,40 @@ class _Running:
             conditions.set("ElasticityActive", wanted.acts, wanted.reason, wanted.message)
 
     def _may_make_pods(self, role: Role) -> bool:
-        """Return whether pods of ``role`` may be made now."""
+        """Return whether pods of ``role`` may be created now."""
         ran, gang = self._state.status.phase == "Running", self._job.spec.scheduling.gang
         if not (self._may_make and may_start(role, self._roles, self._ready, ran=ran, gang=gang)):
             return False
-        going = self._upkeep.going
-        return not (going and needs(self._desired.pod(self._pinned, role.name, 0, 0), going))
+        terminating = self._upkeep.terminating
+        return not (terminating and needs(self._desired.pod(self._pinned, role.name, 0, 0), terminating))
 
     def _pods(self, role: Role) -> list[PodView]:
         return [pod for pod in self._state.pods if pod.role == role.name]
 
     def _known_attempt(self) -> int:
-        """Return the newest attempt of the trainer that is known beside its record and its pods."""
+        """Return the newest attempt of the trainer that the status and the driver's answer show."""
         seen = self._state.probe.status
         return max(self._state.status.attempt, seen.attempt if seen is not None else 0)
 
     def _just_written(self) -> bool:
-        """Return whether the status was written so lately that what it says may not have come about yet."""
+        """Return whether the status was written so recently that its pods may not exist yet."""
         since = from_rfc3339(self._state.status.progress_time)
         return since is not None and 0 <= self._draft.now - since < _JUST_WRITTEN_S
 
     def _record_fields(self) -> dict[str, Any]:
         """Return the records as fields of the status."""
         queue = self._state.queue
-        every = self._records | (queue.failures if queue is not None else {})
+        all_records = self._records | (queue.failures if queue is not None else {})
         trainer = self._records.get("trainer", RoleRecord())
         return {
             "failures": dict(self._records),
             "attempt": trainer.attempt,
-            "restarts": {name: record.restarts for name, record in every.items() if record.restarts},
+            "restarts": {name: record.restarts for name, record in all_records.items() if record.restarts},
         }
 
 
 def _queue_failure(state: JobState) -> FailureResult | None:
-    """Return the failure where the job's own queue cannot go on, else None."""
+    """Return the failure if the job's own queue cannot continue, None otherwise."""
     for condition in state.queue.conditions if state.queue is not None else ():
         if condition.type == "Degraded" and condition.status == "True":
             return FailureResult(condition.reason, condition.message)

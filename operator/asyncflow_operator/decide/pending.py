@@ -1,7 +1,7 @@
-"""The condition WhyPending: the obstacle that keeps wanted pods from running, in one sentence, with the arithmetic.
+"""The condition WhyPending: the obstacle that keeps wanted pods from running, in one sentence with figures.
 
-Invariant: the sentence states what was observed; it names one object, what it needs or lacks, and what to do where
-that is known.
+Invariant: the sentence states an observation. It names one object, what that object needs or lacks, and the remedy if
+one is known.
 """
 
 from __future__ import annotations
@@ -27,55 +27,56 @@ from asyncflow_operator.observed import (
 )
 
 ATTACH_S: Final = 60.0
-"""Seconds after which a pod that has a node and mounts a claim is said to wait for its volume."""
+"""Seconds after which a pod that has a node and mounts a claim is reported as waiting for its volume."""
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
-_WORDS: Final = 400
+_TEXT_CHARACTERS: Final = 400
 _IMAGE: Final = frozenset(("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"))
 _CREATING: Final = frozenset(("ContainerCreating", "PodInitializing"))
 _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
 
 _REMEDIES: Final = {
-    "must specify": "State it in podSpec, or make a LimitRange with defaults",
-    "quota": "Raise the quota or ask for less",
+    "must specify": "Set it in podSpec, or create a LimitRange with defaults",
+    "quota": "Raise the quota or request less",
     "already exists": "It belongs to another owner: delete it, or give this job another name",
-    "could not find the requested resource": "Install what defines that kind, or do without it in spec.scheduling",
+    "could not find the requested resource": "Install the definition of that kind, or remove it from spec.scheduling",
 }
-TOLD: Final = frozenset(("Denied", "ApiFailed"))
-"""Reasons that are an event, too."""
-_USUAL_REMEDY: Final = "The object, or who may make it, must change"
+EVENT_REASONS: Final = frozenset(("Denied", "ApiFailed"))
+"""Reasons that are also written as an event."""
+_DEFAULT_REMEDY: Final = "Change the object, or the policy that refuses it"
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Obstacle to a pod: one word for machines and a sentence for people."""
+    """Obstacle to a pod: one word for programs, and a sentence for users."""
 
     reason: str
     message: str
 
 
 def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
-    """Return the first obstacle on the way of ``roles`` of a legal job, None where there is none.
+    """Return the first obstacle to ``roles`` of a valid job, None if there is none.
 
-    A change that was refused to an object that is there is the last of them.
+    A refused change of an existing object is the last obstacle in this order.
     """
     if state.namespace_ending:
-        return Obstacle("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
+        return Obstacle("NamespaceTerminating", "The namespace is being deleted, so nothing can be created in it")
     is_refused = any(denial.missing for denial in state.denied)
-    if not is_refused and not admitted(state) and (words := waits_for(state)):
-        return Obstacle("Gang", _short(words))
+    if not is_refused and not admitted(state) and (reason := waits_for(state)):
+        return Obstacle("Gang", _short(reason))
     return why_waiting(roles, state, gang=state.job.spec.scheduling.gang if state.job is not None else "none")
 
 
 def why_waiting(
     roles: Sequence[Role], state: JobState | TransferQueueState | SyncState, *, gang: str = "none"
 ) -> Obstacle | None:
-    """Return what the API server refused to make, else why the first pod of ``roles`` that cannot run does not, else
-    what change it refused; None where there is none of these.
+    """Return the first obstacle: a refused creation, otherwise a blocked pod of ``roles``, otherwise a refused change.
+
+    None if there is none of these.
     """
     if missing := [denial for denial in state.denied if denial.missing]:
         return why_denied(missing)
-    waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
+    waiting = [pod for role in roles for pod in _of(role, state.pods) if _is_blocked(pod)]
     if not waiting:
         return why_denied(state.denied) if state.denied else None
     claims = [
@@ -89,76 +90,82 @@ def why_waiting(
 
 
 def why_denied(denied: Sequence[Denial]) -> Obstacle:
-    """Return what the API server refused, in words: objects that are missing for it first, of those what somebody has
-    to change, and pods first.
+    """Return the API server's refusals as one obstacle.
+
+    It describes the first of them: missing objects come first, then refusals that a user must fix, then pods.
     """
     first, *others = sorted(
         denied, key=lambda denial: (not denial.missing, denial.failed, denial.ref.kind != "Pod", denial.ref)
     )
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} not written)" if others else ""
-    goes_on = "" if first.missing else ". What runs goes on as it is"
+    unaffected = "" if first.missing else ". Running pods are not affected"
     if first.failed:
         remedy = (
-            "It is tried again by itself; if it stays, see the API server, its webhooks and the operator's credentials"
+            "It is retried automatically; if it persists, check the API server, its webhooks and the operator's "
+            "credentials"
         )
-        return Obstacle("ApiFailed", f"The API server failed at {_short(str(first))}{more}. {remedy}{goes_on}")
-    return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
+        return Obstacle("ApiFailed", f"The API server failed at {_short(str(first))}{more}. {remedy}{unaffected}")
+    return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{unaffected}")
 
 
 def why_lacking(
-    lacks: Sequence[str], pods: Collection[PodView], *, going: Collection[Ref] = (), ran: bool, alarm: Alarm
+    lacks: Sequence[str], pods: Collection[PodView], *, terminating: Collection[Ref] = (), ran: bool, alarm: Alarm
 ) -> Obstacle:
-    """Return why roles lack ready processes though nothing stands in the way.
+    """Return why roles lack ready processes although there is no other obstacle.
 
-    lacks: as ``progress.lacking`` returns it; going: objects that pods need and that are on their way out; ran: whether
-    the job ran already, so that it does not merely start.
+    lacks: as ``progress.lacking`` returns it; terminating: objects that pods need and that are being deleted; ran:
+    whether the job has run before, so that it is not merely starting.
     """
-    if going:
-        first = min(going)
+    if terminating:
+        first = min(terminating)
         return Obstacle(
-            "Terminating", f"{first.kind}/{first.name} is being deleted; what needs it waits until it is gone"
+            "Terminating", f"{first.kind}/{first.name} is being deleted; pods that need it wait until that is done"
         )
-    short = {words.partition(" ")[0] for words in lacks}
+    short = {text.partition(" ")[0] for text in lacks}
     affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
-    said = f"{', '.join(lacks)} ready"
+    counts = f"{', '.join(lacks)} ready"
     if lost := [pod for pod in affected if pod.unreachable]:
         pod = lost[0]
-        then = f"{pod.name} is made again elsewhere: a rollout at once, others after limits.nodeLostSeconds"
-        return Obstacle("NodeLost", f"{said}: {pod.node} does not answer. {then}")
+        reaction = f"{pod.name} is replaced on another node: a rollout immediately, others after limits.nodeLostSeconds"
+        return Obstacle("NodeLost", f"{counts}: {pod.node} does not answer. {reaction}")
     if deleting := [pod for pod in affected if pod.deleting]:
         pod = deleting[0]
-        then = f"at the latest {duration(OVERDUE_S)} after its grace period"
-        return Obstacle("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
+        latest = f"at the latest {duration(OVERDUE_S)} after its grace period"
+        return Obstacle(
+            "Terminating", f"{counts}: {pod.name} is being deleted on {pod.node} and replaced then, {latest}"
+        )
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
         pod = attaching[0]
         what = f"{pod.name} on {pod.node} waits for the volume of {', '.join(pod.claims)}"
         rule = "A ReadWriteOnce volume stays attached to a lost node for 6 minutes"
-        remedy = "To have it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-        return Obstacle("VolumeAttach", f"{said}: {what}. {rule}. {remedy}")
+        remedy = (
+            "To detach it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        )
+        return Obstacle("VolumeAttach", f"{counts}: {what}. {rule}. {remedy}")
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
         return Obstacle(
-            "NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready"
+            "NotReady", f"{counts}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready"
         )
-    return Obstacle("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
+    return Obstacle("Starting", f"{counts}; {'it is being replaced' if ran else 'the rest starts after them'}")
 
 
 def _attaches(pod: PodView, alarm: Alarm) -> bool:
-    """Return whether a pod has had its node for ``ATTACH_S`` and nothing of it has begun, and it mounts a claim."""
-    begins = pod.phase == "Pending" and pod.waiting in _CREATING and bool(pod.claims)
-    return begins and not alarm.until(pod.created + ATTACH_S)
+    """Return whether a pod with a claim has not started its containers within ``ATTACH_S`` seconds of its creation."""
+    is_creating = pod.phase == "Pending" and pod.waiting in _CREATING and bool(pod.claims)
+    return is_creating and not alarm.until(pod.created + ATTACH_S)
 
 
 def _remedy(denied: str) -> str:
-    """Return what to do about what the API server refused, by its words."""
-    return next((remedy for words, remedy in _REMEDIES.items() if words in denied), _USUAL_REMEDY)
+    """Return the remedy for a refusal, by the API server's message."""
+    return next((remedy for part, remedy in _REMEDIES.items() if part in denied), _DEFAULT_REMEDY)
 
 
 def _of(role: Role, pods: Iterable[PodView]) -> list[PodView]:
     return sorted((pod for pod in pods if pod.role == role.name), key=lambda pod: pod.index)
 
 
-def _stands_still(pod: PodView) -> bool:
+def _is_blocked(pod: PodView) -> bool:
     held = pod.gated or pod.unschedulable or pod.waiting in _IMAGE or pod.waiting in _CONFIG
     return pod.phase == "Pending" and not pod.deleting and bool(held or pod.waiting_message)
 
@@ -173,12 +180,12 @@ def _of_pod(
     if pod.waiting in _IMAGE:
         return Obstacle(
             "ImagePull",
-            f"{pod.name} cannot have its image: {pod.waiting}{_because(pod)}. Check its name and imagePullSecrets",
+            f"{pod.name} cannot pull its image: {pod.waiting}{_because(pod)}. Check its name and imagePullSecrets",
         )
     if pod.waiting in _CONFIG:
         return Obstacle(
             "ContainerConfig",
-            f"{pod.name} cannot be started: {pod.waiting}{_because(pod)}. Make what it lacks, or do without",
+            f"{pod.name} cannot be started: {pod.waiting}{_because(pod)}. Create the missing object, or remove its use",
         )
     return Obstacle("Waiting", f"{pod.name} waits: {pod.waiting or 'Pending'}{_because(pod)}")
 
@@ -193,7 +200,7 @@ def _unschedulable(
         return Obstacle("Unschedulable", f"{pod.name} needs {short}")
     if "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable:
         return Obstacle(
-            "ClaimMissing", f"{pod.name} needs a claim: {_short(pod.unschedulable)}. Make it, or name another"
+            "ClaimMissing", f"{pod.name} needs a claim: {_short(pod.unschedulable)}. Create it, or name another one"
         )
     if gang != "none" and "gang" in pod.unschedulable.lower():
         return Obstacle(
@@ -203,7 +210,7 @@ def _unschedulable(
 
 
 def _shortage(needs: Resources, nodes: Sequence[NodeFree]) -> str:
-    """Return which resource no node has enough of, and how much the best one has; "" where some node has enough."""
+    """Return the first resource of which no node has enough, and the largest free amount; "" if nodes have enough."""
     wanted = {needs.resource: float(needs.accelerators)} if needs.accelerators else {}
     wanted |= {"memory": float(needs.memory)} if needs.memory else {}
     wanted |= {"cpu": needs.cpu}
@@ -212,7 +219,7 @@ def _shortage(needs: Resources, nodes: Sequence[NodeFree]) -> str:
         if best is not None and best.free.get(resource, 0.0) < amount:
             free = best.free.get(resource, 0.0)
             largest = f"the largest free is {_amount(resource, free)} on {best.name}" if free > 0 else "none is free"
-            return f"{_amount(resource, amount)} {_called(resource)} on one node; {largest}"
+            return f"{_amount(resource, amount)} {_display_name(resource)} on one node; {largest}"
     return ""
 
 
@@ -222,7 +229,7 @@ def _amount(resource: str, amount: float) -> str:
     return f"{amount / _GIB:.4g}Gi" if amount >= _GIB else f"{amount / _MIB:.4g}Mi"
 
 
-def _called(resource: str) -> str:
+def _display_name(resource: str) -> str:
     return {"cpu": "CPU"}.get(resource, resource)
 
 
@@ -234,5 +241,5 @@ def _because(pod: PodView) -> str:
     return f": {_short(pod.waiting_message)}" if pod.waiting_message else ""
 
 
-def _short(words: str) -> str:
-    return " ".join(words.split())[:_WORDS].rstrip(". ")
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_TEXT_CHARACTERS].rstrip(". ")

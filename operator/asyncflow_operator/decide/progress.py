@@ -1,8 +1,8 @@
 """Progress of a job: the phase that it has reached, the driver's figures, and whether it makes steps.
 
-Invariants: a phase says what was reached, so a pod that is replaced does not turn a running job back into a starting
-one; whether all is well now is what the condition Ready says. A figure is the driver's or absent; that a job stalls is
-said only of a driver that answers.
+Invariants: a phase is the furthest one reached, so a replaced pod does not turn a running job back into a starting one;
+the condition Ready shows the present state. A figure comes from the driver or is absent. A job is reported as stalled
+only if its driver answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncflow_operator.decide.times import Alarm, from_rfc3339
 from asyncflow_operator.observed import DriverProbe, PodView
 
 ACTIVE: Final = frozenset[Phase](("Pending", "Starting", "Running"))
-"""Phases in which processes run, or are to."""
+"""Phases in which processes run or are to run."""
 FINISHED: Final = frozenset[Phase](("Succeeded", "Failed"))
 """Phases that a job never leaves."""
 FIGURES: Final = frozenset(
@@ -31,29 +31,29 @@ FIGURES: Final = frozenset(
         *("eval_sets", "best_step"),
     )
 )
-"""Fields of a job's status that may wait; all others are transitions."""
+"""Fields of a job's status whose changes may be written with a delay; all others are transitions."""
 SILENT_S: Final = 60.0
 """Seconds without an answer after which it is unknown whether a job makes progress."""
 _STEPS: Final = 10.0
-"""Steps, at the length that 95 of 100 keep, that may pass without one."""
+"""Time without a step after which a job is stalled, in multiples of the 95th percentile of the step time."""
 _LEAST_S: Final = 60.0
 _LINE: Final = 1024
 
 
 def ready_of(pods: Collection[PodView]) -> Counter[str]:
-    """Count the ready pods by role."""
+    """Return the number of ready pods by role."""
     return Counter(pod.role for pod in pods if pod.ready and not pod.deleting)
 
 
 def lacking(roles: Sequence[Role], ready: Counter[str]) -> list[str]:
-    """Return the roles with fewer ready processes than they must have, in few words each, in the order of the plan."""
+    """Return the roles with too few ready processes as ``ROLE READY/REQUIRED``, in the order of the plan."""
     return [f"{role.name} {ready[role.name]}/{role.core}" for role in roles if ready[role.name] < role.core]
 
 
 def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bool, gang: str) -> bool:
-    """Return whether processes of ``role`` may be made: all that it starts after are ready, or ``roles`` ran already.
+    """Return whether pods of ``role`` may be created: the roles that it starts after are ready, or the job has run.
 
-    A gang scheduler wants to see all of the gang at once.
+    Under a gang scheduler all pods are created at the same time, because it must see the whole gang.
     """
     if ran or gang != "none":
         return True
@@ -63,7 +63,11 @@ def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bo
 def reached(
     before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
 ) -> Phase:
-    """Return the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
+    """Return the phase of an active job.
+
+    begun: whether the trainer's gang is recorded as started, without which the job is not Starting; this avoids a
+    separate write of the status.
+    """
     if before == "Running" or not lacking(roles, ready):
         return "Running"
     starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))
@@ -71,7 +75,7 @@ def reached(
 
 
 def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[str, Any]:
-    """Return the fields of the status that the driver's last answer fills; rollouts: their pods."""
+    """Return the fields of the status that come from the driver's last answer. rollouts: the rollouts' pods."""
     if seen is None:
         return {"ready_rollouts": sum(pod.ready and not pod.deleting for pod in rollouts)}
     return {
@@ -104,7 +108,7 @@ def set_stalled(
     trainers: Collection[PodView],
     alarm: Alarm,
 ) -> None:
-    """State whether a running job has stalled: no step for ``stall_seconds``, or for ten times what steps take."""
+    """Set the condition Stalled: no step for ``stall_seconds``, or for ten times the usual time of a step."""
     if not probe.asked:
         return
     silent = probe.failing_since is not None and not alarm.until(probe.failing_since + SILENT_S)
@@ -119,22 +123,22 @@ def set_stalled(
         conditions.set("Stalled", True, "Paused", "\n".join(map(_shown, first)))
         return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
-    patience = min(limits.stall_seconds, usual)
-    began = max((pod.started or 0.0 for pod in trainers), default=0.0)
-    since = max(from_rfc3339(seen.last_step_at) or 0.0, from_rfc3339(status.start_time) or 0.0, began)
-    if alarm.until(since + patience):
+    limit = min(limits.stall_seconds, usual)
+    started = max((pod.started or 0.0 for pod in trainers), default=0.0)
+    since = max(from_rfc3339(seen.last_step_at) or 0.0, from_rfc3339(status.start_time) or 0.0, started)
+    if alarm.until(since + limit):
         conditions.set("Stalled", False, "Stepping")
         return
-    what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
-    message = f"No step for more than {duration(patience)}, after step {seen.step} of {seen.steps}{what}"
+    waits = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
+    message = f"No step for more than {duration(limit)}, after step {seen.step} of {seen.steps}{waits}"
     conditions.set("Stalled", True, "NoStep", message)
 
 
 def four_digits(figure: float | None) -> float | None:
-    """Return a figure with four digits, as many as a column of kubectl should show."""
+    """Return a figure rounded to four digits, for a column of kubectl."""
     return None if figure is None else float(f"{figure:.4g}")
 
 
-def _shown(words: str) -> str:
-    """Return a driver's words as one line that a terminal may show."""
-    return "".join(letter if letter.isprintable() else " " for letter in words)[:_LINE]
+def _shown(text: str) -> str:
+    """Return a text of a driver as one line of printable characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:_LINE]

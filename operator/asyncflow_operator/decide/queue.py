@@ -1,10 +1,10 @@
-"""Decision about one TransferQueue: controllers and storage units, of a job or of a queue that stands alone.
+"""Decision about one TransferQueue, of a job or without one: its controllers and storage units.
 
-A job's own queue has pods while its job is active; the job takes them away when it ends. The ends of controllers and
-units are entered here, and what cannot be mended is said by the condition Degraded, which the job reads.
+A job's own queue has pods while its job is active; when the job ends, it deletes them. The ends of controllers and
+units are recorded here. The condition Degraded reports a failure that no restart fixes, and the job reads it.
 
-Invariant: units come and go in order, and only at the upper end: the units of a queue are 0 to n - 1. One that goes has
-``LEAVE_S`` seconds to take its rows to the others, and its holder goes after it.
+Invariant: the units of a queue are numbered 0 to n - 1, and are added and removed at the upper end only. A unit that is
+removed has ``LEAVE_S`` seconds to move its rows to the others, and its holder is removed after it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,20 @@ from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, upkeep
 from asyncflow_operator.observed import JobState, Manifest, PodView, TransferQueueState
 
 FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
-"""Fields of a queue's status that may wait."""
+"""Fields of a queue's status whose changes may be written with a delay."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Setting of a queue: its roles, those that they wait for, whether pods may be made at all, and its address."""
+    """Setting of a queue.
+
+    roles: its own roles; all_roles: all roles whose readiness matters; pods: the pods of all those roles; active:
+    whether it has pods; ran: whether its job was running, or it was ready, at the last decision; admitted: whether the
+    gang scheduler allows pods.
+    """
 
     roles: tuple[Role, ...]
-    around: tuple[Role, ...]
+    all_roles: tuple[Role, ...]
     pods: tuple[PodView, ...]
     active: bool
     ran: bool
@@ -72,7 +77,7 @@ def _alone(state: TransferQueueState, queue: TransferQueue) -> _Setting:
     owner, roles = state.owner, queue_roles(queue)
     return _Setting(
         roles=roles,
-        around=roles,
+        all_roles=roles,
         pods=state.pods,
         active=not state.namespace_ending,
         ran=any(each.type == "Ready" and each.status == "True" for each in state.status.conditions),
@@ -84,7 +89,7 @@ def _alone(state: TransferQueueState, queue: TransferQueue) -> _Setting:
 
 
 def _of_job(state: TransferQueueState, job: JobState) -> _Setting:
-    """Return the setting of a job's queue. Only the job's spec counts: what the queue's own says follows it."""
+    """Return the setting of a job's queue, from the job's spec, from which the queue's own spec is derived."""
     planned = plan_of(job.job).roles if job.job is not None else ()
     roles = tuple(role for role in planned if role.name in QUEUE_ROLES)
     spec = job.job.spec if job.job is not None else None
@@ -92,7 +97,7 @@ def _of_job(state: TransferQueueState, job: JobState) -> _Setting:
     active = spec is not None and not spec.suspend and not job.owner.deleting and job.status.phase in ACTIVE
     return _Setting(
         roles=roles,
-        around=planned,
+        all_roles=planned,
         pods=job.pods,
         active=active and not state.namespace_ending,
         ran=job.status.phase == "Running",
@@ -110,7 +115,7 @@ def _address(name: str, namespace: str, role: RoleName) -> str:
 def _act(
     draft: Draft[QueueStatus], state: TransferQueueState, setting: _Setting, desired: DesiredQueue
 ) -> FailureResult | None:
-    """Enter what ended, make and delete pods, and return why the queue cannot go on, None where it can."""
+    """Record ends of pods, plan pods to create and delete, and return why the queue cannot continue, None if it can."""
     ready, failure, moves = ready_of(setting.pods), None, ReplicaMoves()
     records, supporting_upkeep = dict(state.status.failures), _upkeep(state, desired)
     for role in setting.roles:
@@ -121,8 +126,8 @@ def _act(
         draft.notes.extend(ends.notes)
         failure = failure or ends.failure
         if ends.failure is None:
-            may = setting.admitted and may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
-            waits = supporting_upkeep.going if state.job is None else supporting_upkeep.absent
+            may = setting.admitted and may_start(role, setting.all_roles, ready, ran=setting.ran, gang=setting.gang)
+            waits = supporting_upkeep.terminating if state.job is None else supporting_upkeep.absent
             if may and waits:
                 may = not needs(desired.queue_pod(state, role.name, 0, 0), waits)
             moves += plan_replicas(role, pods, ends.record, may_make=may, alarm=draft.alarm)
@@ -144,7 +149,7 @@ def _act(
             moves.make,
             pod=pod,
             roles=setting.roles,
-            people=(CLIENT,),
+            external_roles=(CLIENT,),
             pods=state.pods,
             supporting=supporting_upkeep,
             denied=state.denied,
@@ -154,14 +159,14 @@ def _act(
 
 
 def _upkeep(state: TransferQueueState, desired: DesiredQueue) -> Upkeep:
-    """Compare what the pods need: of a job's queue the job makes it, and it has to be there first."""
+    """Compare the objects that the pods need; those of a job's queue are created by the job and must exist first."""
     if state.job is not None:
         return upkeep(desired.supporting(state.job), seen=state.job.objects)
     return upkeep(desired.queue_supporting(state), seen=state.objects)
 
 
 def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
-    """Return whether ``pod`` is a surplus holder whose unit is still there: its rows lie here until they have moved."""
+    """Return whether ``pod`` is a surplus holder whose unit still exists, so that it still stores the unit's rows."""
     units = {each.index for each in pods if each.role == "storage"}
     return role.name == "holder" and pod.index >= role.replicas and pod.index in units
 
@@ -187,7 +192,7 @@ def _report(
     else:
         conditions.set("Ready", True, "Ready")
     if denied is not None:
-        if state.job is None and not conditions.states("Progressing", denied.message):
+        if state.job is None and not conditions.has_message("Progressing", denied.message):
             draft.note(denied.reason, denied.message, warning=True)
         conditions.set("Progressing", False, denied.reason, denied.message)
     else:
@@ -199,7 +204,7 @@ def _report(
 
 
 def _figures(job: JobState | None) -> dict[str, Any]:
-    """Return the figures that the job's driver reports of the queue; a queue that stands alone has none."""
+    """Return the figures of the queue that the job's driver reports; a queue without a job has none."""
     seen = job.probe.status if job is not None else None
     if job is None or seen is None:
         return {}

@@ -1,20 +1,20 @@
-"""Pods of a role: those that stand alone, and the trainer's ranks, which begin and end together.
+"""Pods of a role: independent replicas, and the trainer's ranks, which start and end together as a gang.
 
-A pod's name is its replica's, and the API server accepts a name once: so a replica is made again only when its old pod
-is gone. The remains of a pod that ended keep the name until the backoff is over. A pod that was deleted and whose node
-does not let go of it is taken off the API server, so that nothing waits for a node that is lost. Its process may still
-run there: it is fenced, since its successor has the next attempt and whatever it writes as the older one is refused.
+A pod has the name of its replica, and the API server accepts each name once. A replica is therefore created again only
+after its old pod has been deleted; an ended pod is kept until the backoff is over. If the node of a deleted pod does
+not confirm the deletion, the pod is removed from the API server, so that nothing waits for a lost node. Its process may
+still run there, but it is fenced: its successor has the next attempt, and writes of the older attempt are refused.
 
-An attempt of the gang is *begun* on record before the first of its pods is made, and *whole* once all of them have been
-seen. So a pod that is missing is known to have been lost where the attempt was whole; where it was not, the gang has
-not trained, and the pod is made. Where none of a begun attempt is there, and none was refused or asked for only just
-now, it cannot be known whether one has run: that attempt is over, too.
+An attempt of the gang is recorded as *begun* before its first pod is created, and as *whole* after all its pods have
+been seen. A pod that is missing from a whole attempt was therefore lost. A pod that is missing from an attempt that was
+never whole is created, because the gang has not trained. If no pod of a begun attempt exists, although none was refused
+and the status was not written only just now, it is unknown whether one has run, so that attempt is over too.
 
-Invariants: at most one pod has the name of a replica; no pod that runs is deleted but one whose replica is not wanted
-any more, and ranks whose gang cannot train; one that has not begun is deleted where the spec would shape it otherwise
-now, so that a spec that is mended is enough, and of a gang it ends the attempt; none loses its grace period but one on
-a node that does not answer. Of one attempt no rank is made again once the gang could have trained; of two attempts no
-pods are there at the same time but those that are being deleted.
+Invariants: at most one pod has the name of a replica. A running pod is deleted only if its replica is no longer wanted,
+or if it is a rank whose gang cannot train. A pod that has not started is deleted if the present spec would build it
+differently, so that correcting the spec is enough; in a gang that ends the attempt. A pod loses its grace period only
+if its node does not answer. No rank is created again in an attempt in which the gang may have trained. Pods of two
+attempts exist at the same time only while those of the older one are being deleted.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from asyncflow.api.names import RoleName
 from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Delete, DriverOrder, Note
-from asyncflow_operator.decide.failure import begins_at, may_be_replaced
+from asyncflow_operator.decide.failure import may_be_replaced, starts_at
 from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import PodView, Ref
 
-ENDED: Final = "it has ended, and is made again under its name"
-OUTDATED: Final = "it has not begun, and is made again by the spec as it is now"
+ENDED: Final = "it has ended, and is replaced under the same name"
+OUTDATED: Final = "it has not started, and is replaced because the spec has changed"
 OVERDUE_S: Final = 30.0
-"""Seconds beyond its grace period after which a pod that is still there is on a node that does not answer."""
+"""Seconds after the end of its grace period when the node of a deleted pod counts as not answering."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodReplica:
-    """A pod to make."""
+    """A pod to create."""
 
     role: RoleName
     index: int
@@ -48,32 +48,35 @@ class PodReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMoves:
-    """Changes to the pods of a role."""
+    """Changes to the pods of a role, and orders to the driver."""
 
     make: tuple[PodReplica, ...] = ()
     remove: tuple[Delete, ...] = ()
-    ask: tuple[DriverOrder, ...] = ()
+    orders: tuple[DriverOrder, ...] = ()
 
     def __add__(self, other: ReplicaMoves) -> ReplicaMoves:
-        return ReplicaMoves(make=self.make + other.make, remove=self.remove + other.remove, ask=self.ask + other.ask)
+        return ReplicaMoves(
+            make=self.make + other.make, remove=self.remove + other.remove, orders=self.orders + other.orders
+        )
 
 
 def removed(pods: Iterable[PodView], alarm: Alarm, *, why: str) -> tuple[Delete, ...]:
-    """Return the deletions of those of ``pods`` that are not being deleted yet, and, without a grace period, of those
-    whose node does not let go of them. why: the reason, in words.
+    """Return the deletions of ``pods``; a pod whose node does not confirm its deletion is deleted without grace period.
+
+    Other pods that are already being deleted are left out. why: the reason in words.
     """
     wanted = ((pod, None if not pod.deleting else 0) for pod in pods if not pod.deleting or _held_by_node(pod, alarm))
     return tuple(Delete(ref=Ref("Pod", pod.name), uid=pod.uid, grace_s=grace_s, why=why) for pod, grace_s in wanted)
 
 
 def replaced(role: Role, pods: Collection[PodView], record: RoleRecord, alarm: Alarm) -> tuple[Delete, ...]:
-    """Return the deletions of those of ``pods`` that are made again: past their backoff, or by a spec that changed."""
-    over = (pod for pod in pods if may_be_replaced(role.restart, record, pod, alarm))
-    return removed(over, alarm, why=ENDED) + removed((pod for pod in pods if pod.outdated), alarm, why=OUTDATED)
+    """Return the deletions of the pods to replace: those that ended and whose backoff is over, and outdated ones."""
+    ended = (pod for pod in pods if may_be_replaced(role.restart, record, pod, alarm))
+    return removed(ended, alarm, why=ENDED) + removed((pod for pod in pods if pod.outdated), alarm, why=OUTDATED)
 
 
 def _held_by_node(pod: PodView, alarm: Alarm) -> bool:
-    """Return whether a pod that was deleted stays because its node does not answer."""
+    """Return whether a deleted pod still exists because its node does not answer."""
     if pod.forced or pod.ends_by is None:
         return False
     return pod.unreachable or not alarm.until(pod.ends_by + OVERDUE_S)
@@ -82,23 +85,23 @@ def _held_by_node(pod: PodView, alarm: Alarm) -> bool:
 def plan_replicas(
     role: Role, pods: Collection[PodView], record: RoleRecord, *, may_make: bool, alarm: Alarm
 ) -> ReplicaMoves:
-    """Plan the pods 0 to ``role.replicas`` - 1. may_make: whether pods may be made now.
+    """Plan the pods 0 to ``role.replicas`` - 1. may_make: whether pods may be created now.
 
-    Pods beyond are deleted one after another, the highest first.
+    Surplus pods are deleted one after another, the highest index first.
     """
     within = [pod for pod in pods if pod.index < role.replicas]
-    beyond = sorted((pod for pod in pods if pod.index >= role.replicas), key=lambda pod: pod.index)
+    surplus = sorted((pod for pod in pods if pod.index >= role.replicas), key=lambda pod: pod.index)
     taken = {pod.index for pod in within}
     free = [index for index in range(role.replicas) if index not in taken] if may_make else []
     return ReplicaMoves(
         make=tuple(PodReplica(role.name, index, record.attempt) for index in free),
         remove=replaced(role, within, record, alarm)
-        + removed(beyond[-1:], alarm, why=f"{role.replicas} of {role.name} are wanted, and it is beyond them"),
+        + removed(surplus[-1:], alarm, why=f"only {role.replicas} of {role.name} are wanted"),
     )
 
 
 def caught_up(record: RoleRecord, pods: Collection[PodView], *, known: int) -> RoleRecord:
-    """Return the record, never behind an attempt that a pod, the driver or an older status knows."""
+    """Return the record with at least the newest attempt of its pods and ``known``, that of driver and status."""
     newest = max((known, *(pod.attempt for pod in pods)))
     if newest <= record.attempt:
         return record
@@ -106,15 +109,15 @@ def caught_up(record: RoleRecord, pods: Collection[PodView], *, known: int) -> R
 
 
 def next_attempt(record: RoleRecord) -> RoleRecord:
-    """Return the record as it is after the present attempt was ended, though no rank failed."""
+    """Return the record after the end of the present attempt without a failed rank."""
     return record.model_copy(update={"attempt": record.attempt + 1, "begun": False, "whole": False})
 
 
-def followed(record: RoleRecord, pods: Collection[PodView], *, before: RoleRecord) -> RoleRecord:
-    """Return the record of a role of one process, no two of whose pods may have the same attempt.
+def track_single_pod(record: RoleRecord, pods: Collection[PodView], *, before: RoleRecord) -> RoleRecord:
+    """Return the record of a role with one process, no two of whose pods may have the same attempt.
 
-    before: the record without the ends that were entered just now. A pod of the present attempt that was seen and is
-    gone has ended, though nobody saw how, as where a person deletes it at once.
+    before: the record without the ends that were entered just now. If a pod of the present attempt was seen and no
+    longer exists, it has ended without an observed end, for example because a user deleted it without grace period.
     """
     if record.attempt > before.attempt:
         return record.model_copy(update={"whole": False})
@@ -128,34 +131,36 @@ def plan_gang(
 ) -> tuple[RoleRecord, ReplicaMoves, tuple[Note, ...]]:
     """Plan all ranks of one attempt, or the deletion of those of an older one.
 
-    may_make: whether pods may be made now; never_made: whether missing pods of a begun attempt were surely never made.
+    may_make: whether pods may be created now; never_made: whether missing pods of a begun attempt may not have been
+    created at all.
     """
     notes: tuple[Note, ...] = ()
     if lost := _lost(role, pods, record, never_made=never_made):
         record = next_attempt(record)
         notes = (Note(type="Normal", reason="TrainerGone", message=f"{lost}: the gang starts again"),)
     old = [pod for pod in pods if pod.attempt < record.attempt]
-    there = {pod.index for pod in pods if pod.attempt == record.attempt}
-    free = [index for index in range(role.replicas) if index not in there]
+    existing = {pod.index for pod in pods if pod.attempt == record.attempt}
+    free = [index for index in range(role.replicas) if index not in existing]
     if not free:
         record = record.model_copy(update={"begun": True, "whole": True})
-    if old or not free or not may_make or alarm.until(begins_at(role.restart, record)):
-        why = f"attempt {record.attempt} of {role.name} begins when all pods of older ones are gone"
+    if old or not free or not may_make or alarm.until(starts_at(role.restart, record)):
+        why = f"attempt {record.attempt} of {role.name} starts when all pods of older attempts are deleted"
         return record, ReplicaMoves(remove=removed(old, alarm, why=why)), notes
     make = tuple(PodReplica(role.name, index, record.attempt) for index in free)
     return record.model_copy(update={"begun": True}), ReplicaMoves(make=make), notes
 
 
 def _lost(role: Role, pods: Collection[PodView], record: RoleRecord, *, never_made: bool) -> str:
-    """Return which rank ends the attempt: one that is missing though it could have trained, that is not wanted, or that
-    has not begun and is outdated; "" for none.
+    """Return which rank ends the attempt, "" for none.
+
+    It is a surplus rank, one that has not started and is outdated, or one that is missing although it may have trained.
     """
-    there = {pod.index for pod in pods if pod.attempt == record.attempt}
-    if beyond := [index for index in there if index >= role.replicas]:
-        return f"{role.name} rank {max(beyond)} is beyond the {role.replicas} wanted"
+    existing = {pod.index for pod in pods if pod.attempt == record.attempt}
+    if surplus := [index for index in existing if index >= role.replicas]:
+        return f"{role.name} rank {max(surplus)} is surplus, only {role.replicas} are wanted"
     if outdated := [pod.index for pod in pods if pod.attempt == record.attempt and pod.outdated]:
-        return f"{role.name} rank {min(outdated)} has not begun, and the spec has changed"
-    missing = [index for index in range(role.replicas) if index not in there]
-    if missing and (record.whole or (record.begun and not there and not never_made)):
-        return f"{role.name} rank {missing[0]} is gone"
+        return f"{role.name} rank {min(outdated)} has not started, and the spec has changed"
+    missing = [index for index in range(role.replicas) if index not in existing]
+    if missing and (record.whole or (record.begun and not existing and not never_made)):
+        return f"{role.name} rank {missing[0]} is lost"
     return ""

@@ -1,14 +1,14 @@
-"""Rollouts: how many are wanted, which are made, and which are drained.
+"""Rollouts: their wanted number, which ones to create, and which ones to drain.
 
-A rollout to drain is chosen once and put on record, then drained through the driver, then deleted: when the driver has
-let it go, when it has ended, or when its time is over. A rollout that does not run, or that no driver knows, has no
-work to hand back.
+A rollout to drain is chosen once and recorded, then drained through the driver, and then deleted: when the driver no
+longer lists it, when it has ended, or when its time is over. A rollout that does not run, or that no driver knows, has
+no work to hand back.
 
-The built-in policy decides in the driver (``asyncflow.driver.elastic``), which sees the job.
+The built-in policy runs in the driver (``asyncflow.driver.elastic``), which has the figures of the job.
 
-Invariants: ``replicas`` has one owner: where another manager scales, or the built-in policy only shows what it would
-do, the wanted number is shown and the spec's number is followed. Rollouts that stay are never touched, and what happens
-to rollouts never reads or changes another role.
+Invariants: ``replicas`` has one owner. If another manager scales the job, or the built-in policy is in dry-run mode,
+the number in the spec is followed. Rollouts that stay are never changed, and decisions about rollouts neither read nor
+change another role.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
 _OFF: Final[dict[str, Any]] = {"desired_replicas": None}
 LET_GO_S: Final = 10.0
-"""Seconds beyond its drain time after which a rollout is deleted whatever the driver says."""
+"""Seconds after its drain time when a rollout is deleted even if the driver still lists it."""
 FRESH_S: Final = 30.0
-"""Seconds for which an answer of the driver counts as what is."""
+"""Seconds for which an answer of the driver counts as the present state."""
 _AT_ONCE: Final = 256
 _TOO_MANY: Final = "fewer rollouts are wanted"
 
@@ -40,7 +40,8 @@ _TOO_MANY: Final = "fewer rollouts are wanted"
 class Target:
     """Wanted number of rollouts.
 
-    fields: of the status; acts: whether the policy decides; None where the job has none; reason, message: why.
+    fields: fields of the status; acts: whether the built-in policy decides, None if the job has none; reason, message:
+    of the condition ElasticityActive.
     """
 
     replicas: int
@@ -51,51 +52,50 @@ class Target:
 
 
 def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
-    """Return the number of rollouts that counts now."""
-    asked = spec.rollout.replicas
+    """Return the number of rollouts to follow now."""
+    replicas = spec.rollout.replicas
     if not (spec.elasticity.enabled or spec.elasticity.dry_run):
-        return Target(replicas=asked, fields=_OFF)
+        return Target(replicas=replicas, fields=_OFF)
     if state.scaled_by:
         by = ", ".join(state.scaled_by)
         return Target(
-            replicas=asked,
+            replicas=replicas,
             fields=_OFF,
             acts=False,
             reason="ForeignOwner",
-            message=f"{by} sets spec.rollout.replicas; the built-in policy leaves it alone",
+            message=f"{by} sets spec.rollout.replicas, so the built-in policy does not change the number",
         )
     wanted = _wanted(spec, state.status, state.probe, alarm.now)
     fields = {"desired_replicas": wanted}
     if spec.elasticity.acts:
         return Target(
-            replicas=asked if wanted is None else wanted,
+            replicas=replicas if wanted is None else wanted,
             fields=fields,
             acts=True,
             reason="Following",
-            message="status.desiredReplicas is what the built-in policy wants and what is done",
+            message="The number of rollouts follows the built-in policy (status.desiredReplicas)",
         )
     return Target(
-        replicas=asked,
+        replicas=replicas,
         fields=fields,
         acts=False,
         reason="DryRun",
-        message="status.desiredReplicas is what the built-in policy would do; spec.rollout.replicas is what is done",
+        message="The number of rollouts follows spec.rollout.replicas; the built-in policy only proposes "
+        "status.desiredReplicas",
     )
 
 
 def _wanted(spec: RLJobSpec, status: JobStatus, probe: DriverProbe, now: float) -> int | None:
-    """Return the number that the policy in the driver has decided on, or had when the driver was last heard, within the
-    bounds of now; None before it has decided.
-    """
-    said, seen = status.desired_replicas, probe.status
+    """Return the last known decision of the driver's policy, within the present bounds; None without a decision."""
+    desired, seen = status.desired_replicas, probe.status
     if seen is not None and seen.phase == "Running" and now - probe.at <= FRESH_S:
-        said = said if seen.desired_rollouts is None else seen.desired_rollouts
-    return None if said is None else max(spec.rollout.min_replicas, min(said, spec.rollout.max_replicas))
+        desired = desired if seen.desired_rollouts is None else seen.desired_rollouts
+    return None if desired is None else max(spec.rollout.min_replicas, min(desired, spec.rollout.max_replicas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSet:
-    """Rollouts after a decision. staying: pods that count for ``replicas``; draining: those on their way out."""
+    """Rollouts after a decision. staying: number of pods that count for ``replicas``; draining: those being drained."""
 
     staying: int
     draining: tuple[DrainingRollout, ...]
@@ -104,23 +104,23 @@ class RolloutSet:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredRollouts:
-    """The rollouts that the driver knows, by index, as of ``at``; None: it does not say."""
+    """The rollouts that the driver knew at the time ``at``, by index; None if it has not answered recently."""
 
     by_index: Mapping[int, RolloutState] | None
     at: float
 
     @classmethod
     def of(cls, probe: DriverProbe, now: float) -> RegisteredRollouts:
-        """Read the driver's last answer."""
+        """Return the rollouts in the driver's last answer."""
         if probe.status is None or now - probe.at > FRESH_S:
             return cls(None, probe.at)
         return cls({each.index: each for each in probe.status.rollouts}, probe.at)
 
 
 def still_draining(draining: Sequence[DrainingRollout], pods: Collection[PodView]) -> tuple[DrainingRollout, ...]:
-    """Return those of ``draining`` whose pods are still there."""
-    there = {pod.uid for pod in pods}
-    return tuple(each for each in draining if each.uid in there)
+    """Return those of ``draining`` whose pods still exist."""
+    existing = {pod.uid for pod in pods}
+    return tuple(each for each in draining if each.uid in existing)
 
 
 def plan_rollouts(
@@ -136,18 +136,18 @@ def plan_rollouts(
     alarm: Alarm,
     core: int = 0,
 ) -> RolloutSet:
-    """Plan pods to make or to drain until ``target`` rollouts run beside those ``draining``.
+    """Plan pods to create or to drain, so that ``target`` rollouts run in addition to those in ``draining``.
 
-    may_make: whether pods may be made now; drain_s: seconds that a rollout has to hand back its work; core: how many,
-    from index 0 on, have their place with the gang and are drained last.
+    may_make: whether pods may be created now; drain_s: seconds that a rollout has to hand back its work; core: number
+    of rollouts, from index 0 on, that belong to the gang's core and are drained last.
     """
     chosen = {each.uid for each in draining}
-    holders = [pod for pod in pods if pod.uid not in chosen]
-    spare = min(max(len(holders) - target, 0), _AT_ONCE - len(draining))
-    victims = sorted(holders, key=lambda pod: (pod.index < core, *_drain_order(pod, registered)))[:spare]
+    candidates = [pod for pod in pods if pod.uid not in chosen]
+    surplus = min(max(len(candidates) - target, 0), _AT_ONCE - len(draining))
+    victims = sorted(candidates, key=lambda pod: (pod.index < core, *_drain_order(pod, registered)))[:surplus]
     draining += tuple(DrainingRollout(name=pod.name, uid=pod.uid, since=to_rfc3339(alarm.now)) for pod in victims)
     since = {each.uid: from_rfc3339(each.since) or 0.0 for each in draining}
-    staying = [pod for pod in holders if pod.uid not in since]
+    staying = [pod for pod in candidates if pod.uid not in since]
     moves = ReplicaMoves(
         make=_new_replicas(role, pods, record, count=target - len(staying)) if may_make else (),
         remove=replaced(role, staying, record, alarm),
@@ -159,7 +159,7 @@ def plan_rollouts(
 
 
 def _drain_order(pod: PodView, registered: RegisteredRollouts) -> tuple[bool, int, int, int]:
-    """Return the sort key for draining: not running first, fewest in flight, oldest version, highest index."""
+    """Return the sort key for draining: not running, then fewest sequences in flight, oldest version, highest index."""
     known = (registered.by_index or {}).get(pod.index)
     runs = pod.phase == "Running" and end_of(pod) is None
     return runs, known.inflight if known else 0, known.version if known else 0, -pod.index
@@ -181,8 +181,8 @@ def _drain(pod: PodView, registered: RegisteredRollouts, *, since: float, drain_
     known = registered.by_index.get(pod.index)
     if known is None:
         waits = registered.at < since and alarm.until(since + LET_GO_S)
-        gone = () if waits else removed([pod], alarm, why=f"{_TOO_MANY}, and it has handed back its work")
-        return ReplicaMoves(remove=gone)
+        deletions = () if waits else removed([pod], alarm, why=f"{_TOO_MANY}, and it has handed back its work")
+        return ReplicaMoves(remove=deletions)
     if known.state == "draining":
         return ReplicaMoves()
-    return ReplicaMoves(ask=(DriverOrder(path=f"/v1/rollouts/{known.id}/drain"),))
+    return ReplicaMoves(orders=(DriverOrder(path=f"/v1/rollouts/{known.id}/drain"),))

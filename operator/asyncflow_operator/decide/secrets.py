@@ -1,14 +1,14 @@
-"""Upkeep of Secrets: which are written now, and which a pod needs before it is made.
+"""Upkeep of Secrets: which ones to write now, and which ones a pod needs before it is created.
 
-A Secret is never read. The status says which were written, once they were: with how many certificates, of which period.
-One is written where that record lacks it, where a process has an index beyond it, when the next period begins, and
-where a pod that should mount it does not begin, since somebody may have deleted it.
+A Secret is never read. After it has been written, the status records its number of certificates and their period. A
+Secret is written if the status does not record it, if a process has an index beyond its certificates, when the next
+period starts, and if a pod that should mount it does not start, since the Secret may have been deleted.
 
-Certificates are renewed at most a day after their period has begun, which is four days before they expire; which part
-of the day follows from the owner's UID, so that not all jobs are renewed at once.
+Certificates are renewed within a day after the start of their period, which is four days before they expire. The time
+of the day depends on the owner's UID, so that the renewals of all jobs are spread.
 
-Invariant: a Secret is on record only after the API server has taken it, and no pod is made whose certificate was never
-written or expires within the period.
+Invariants: a Secret is recorded only after the API server has accepted it. No pod is created whose certificate was
+never written or expires within the period.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from asyncflow_operator.desired.secrets import KEYS, LEAVES, OwnerSecrets, Secre
 from asyncflow_operator.observed import Manifest, Owner, PodView, Ref
 
 UNBEGUN_S: Final = 20.0
-"""Seconds after which a pod that has a node and does not begin may lack what it mounts."""
+"""Seconds after which a pod that has a node but has not started may lack a Secret that it mounts."""
 _AGAIN_S: Final = 60.0
-"""Least seconds between two writes of one Secret that pods may lack."""
+"""Least seconds between two writes of a Secret that pods may lack."""
 _SPREAD_S: Final = PERIOD_S // 2
 _MOUNTING: Final = frozenset(("", "ContainerCreating", "PodInitializing"))
 _HAVE_KEYS: Final = frozenset(("driver", *STORE_ROLES))
 
 
 class DesiredSecrets(Protocol):
-    """Secrets of jobs and queues."""
+    """Interface for the Secrets of jobs and queues."""
 
     def secret(self, owner: Owner, part: SecretPart) -> Manifest:
         """Return a Secret."""
 
     def secrets(self, owner: Owner) -> OwnerSecrets:
-        """Return the secrets of an owner, which know the names of Secrets."""
+        """Return the secrets of an owner, which give the names of its Secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretUpkeep:
-    """Writes that Secrets need.
+    """Required writes of Secrets.
 
-    write: Secrets to write; needed: those without which no pod that mounts them is made; kept: the records that hold
-    already; written: those that hold as soon as the Secret is written, each with the name of its part.
+    write: the Secrets to write.
+    needed: those of them that must be written before a pod that mounts them is created.
+    kept: the present records.
+    written: the records to store once a Secret has been written, each with the name of its part.
     """
 
     write: tuple[Apply, ...]
@@ -65,34 +67,34 @@ def secret_upkeep(
     owner: Owner,
     roles: Sequence[Role],
     *,
-    people: Sequence[str],
+    external_roles: Sequence[str],
     pods: Collection[PodView],
     made: Iterable[PodReplica] = (),
     records: Mapping[str, SecretRecord],
     desired: DesiredSecrets,
     alarm: Alarm,
 ) -> SecretUpkeep:
-    """Compare the Secrets of a job or a queue with what is on record.
+    """Compare the required Secrets of a job or a queue with the recorded ones.
 
-    people: roles of people, each of which gets a certificate; pods, made: those that are there, and those that are made
-    now.
+    external_roles: roles outside the pods, each of which gets a certificate; pods: the existing pods; made: the
+    replicas to create now.
     """
     names, write = desired.secrets(owner), []
     needed: dict[Ref, Manifest] = {}
     kept: dict[str, SecretRecord] = {}
     written: dict[Ref, tuple[str, SecretRecord]] = {}
     highest: dict[str, int] = {role.name: -1 for role in roles}
-    for role, index in ((each.role, each.index) for several in (pods, made) for each in several):
+    for role, index in ((each.role, each.index) for group in (pods, made) for each in group):
         highest[role] = max(highest.get(role, -1), index)
     period = _period(owner, alarm.now)
-    alarm.until((period + 1) * PERIOD_S + _late(owner))
-    for part in _parts(roles, people, highest, period=period):
+    alarm.until((period + 1) * PERIOD_S + _renewal_offset_s(owner))
+    for part in _parts(roles, external_roles, highest, period=period):
         record, name, usable = records.get(part.name), names.name(part.name), False
         if record is not None:
             kept[part.name] = record
             same = record.name == name and record.leaves >= part.leaves
             usable = same and _lasts(record, part.period)
-            if same and record.period == part.period and not _is_lacked(part, record, pods, alarm):
+            if same and record.period == part.period and not _may_be_missing(part, record, pods, alarm):
                 continue
         action = Apply(manifest=desired.secret(owner, part))
         write.append(action)
@@ -104,7 +106,7 @@ def secret_upkeep(
 
 
 def has_certificate(owner: Owner, role: str, index: int, *, records: Mapping[str, SecretRecord], now: float) -> bool:
-    """Return whether a certificate of process ``index`` of ``role`` is on record that does not expire yet."""
+    """Return whether an unexpired certificate of process ``index`` of ``role`` is recorded."""
     record = records.get(part_name(role, index))
     return record is not None and index % LEAVES < record.leaves and _lasts(record, _period(owner, now))
 
@@ -114,15 +116,15 @@ def _lasts(record: SecretRecord, period: int) -> bool:
 
 
 def _parts(
-    roles: Sequence[Role], people: Sequence[str], highest: Mapping[str, int], *, period: int
+    roles: Sequence[Role], external_roles: Sequence[str], highest: Mapping[str, int], *, period: int
 ) -> Iterator[SecretPart]:
-    """Yield what is to be written: of a role all that it may have, but of later parts only those that are begun.
+    """Yield the required parts; a part has all certificates that the role may need, but unused parts are left out.
 
-    highest: by role, the highest index of a pod.
+    highest: the highest index of a pod, by role.
     """
     yield SecretPart(role=KEYS)
-    for person in people:
-        yield SecretPart(role=person, leaves=1, period=period)
+    for external in external_roles:
+        yield SecretPart(role=external, leaves=1, period=period)
     for role in roles:
         last = max(role.replicas - 1, highest[role.name], 0)
         count = max(role.most, last + 1)
@@ -132,26 +134,27 @@ def _parts(
 
 def _period(owner: Owner, now: float) -> int:
     """Return the period of the certificates that ``owner`` should have now."""
-    return period_of(now - _late(owner))
+    return period_of(now - _renewal_offset_s(owner))
 
 
-def _late(owner: Owner) -> int:
-    """Return the seconds after the begin of a period at which certificates of ``owner`` are renewed."""
+def _renewal_offset_s(owner: Owner) -> int:
+    """Return the seconds from the start of a period to the renewal of the certificates of ``owner``."""
     return zlib.crc32(owner.uid.encode()) % _SPREAD_S
 
 
-def _is_lacked(part: SecretPart, record: SecretRecord, pods: Iterable[PodView], alarm: Alarm) -> bool:
-    """Return whether a pod may wait for a Secret that was written: a kubelet does not report all that it cannot mount.
+def _may_be_missing(part: SecretPart, record: SecretRecord, pods: Iterable[PodView], alarm: Alarm) -> bool:
+    """Return whether a pod may wait for a recorded Secret that does not exist.
 
-    Where it was written since the pod should have begun, it is not that, unless the kubelet says so.
+    A kubelet does not report every volume that it cannot mount. A Secret that was written after the pod should have
+    started is not considered missing, unless the kubelet names it.
     """
     since = from_rfc3339(record.time) or 0.0
     lacking = False
     for pod in pods:
         if not (pod.scheduled and pod.phase == "Pending" and not pod.deleting and _mounts(pod, part)):
             continue
-        begins = pod.created + UNBEGUN_S
-        silent = pod.waiting in _MOUNTING and since < begins and not alarm.until(begins)
+        start_by = pod.created + UNBEGUN_S
+        silent = pod.waiting in _MOUNTING and since < start_by and not alarm.until(start_by)
         lacking = lacking or silent or record.name in pod.waiting_message
     return lacking and not alarm.until(since + _AGAIN_S)
 

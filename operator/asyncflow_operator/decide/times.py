@@ -1,6 +1,6 @@
-"""Times as a status writes them, and the next one at which to reconcile again.
+"""Times in the format of a status, and the time of the next reconciliation.
 
-Invariant: a time that was written is never later than the one it was written from, by less than a second.
+Invariant: a written time is the original time rounded down to a second.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 _SOON_S = 0.1
-"""Least seconds between two reconciliations of an object, so that a clock that stands still makes no hot loop."""
+"""Least seconds between two reconciliations of an object, so that a stopped clock causes no busy loop."""
 
 
 def to_rfc3339(at: float) -> str:
@@ -18,7 +18,7 @@ def to_rfc3339(at: float) -> str:
 
 
 def from_rfc3339(time: str | None) -> float | None:
-    """Return unix seconds for RFC 3339; None for a text that is no time."""
+    """Return unix seconds for an RFC 3339 time; None for a text that is not a time."""
     if not time:
         return None
     try:
@@ -29,13 +29,13 @@ def from_rfc3339(time: str | None) -> float | None:
 
 @dataclass(slots=True)
 class Alarm:
-    """The earliest of the times at which to reconcile again, though nothing is seen to change."""
+    """The earliest time at which to reconcile again without an observed change."""
 
     now: float
     at: float | None = None
 
     def until(self, time: float | None) -> bool:
-        """Return whether ``time`` (unix seconds; None: never) is still to come; where it is, reconcile again then."""
+        """Return whether ``time`` (unix seconds; None: never) is in the future; if so, reconcile again at that time."""
         if time is None:
             return True
         if time <= self.now:
@@ -45,5 +45,5 @@ class Alarm:
 
     @property
     def again_in_s(self) -> float | None:
-        """Seconds from now to the earliest of the times."""
+        """Seconds from now to the earliest time, None if there is none."""
         return None if self.at is None else max(self.at - self.now, _SOON_S)

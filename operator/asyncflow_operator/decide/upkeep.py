@@ -1,12 +1,11 @@
-"""Upkeep of the objects beside pods: which are written, and which a pod needs before it is made.
+"""Upkeep of objects other than pods: which ones to write, and which ones a pod needs before it is created.
 
-The API server records for every field which manager set it last (``metadata.managedFields``). A field of the operator
-that somebody else changes or removes is the operator's no more, so that record alone shows it, without reading the
-object.
+The API server records for each field the manager that set it last (``metadata.managedFields``). If another client
+changes or removes a field of the operator, the operator no longer manages it. The record alone therefore shows such a
+change, without reading the object.
 
-Invariants: an object is written where the digest that was observed differs from the digest that is wanted, or where
-somebody else has changed what was written; what others add to an object, and what the API server fills in, is left
-alone.
+Invariants: an object is written if its observed digest differs from the wanted one, or if another client has changed a
+field that the operator wrote. Fields that other clients add or the API server fills in are not changed.
 """
 
 from __future__ import annotations
@@ -30,17 +29,23 @@ _PROJECTED: Final = {"configMap": "ConfigMap", "secret": "Secret"}
 
 
 def intact(held: str, manifest: Manifest) -> bool:
-    """Return whether all that ``manifest`` says, with its labels, is among the fields ``held``; "" stands for all."""
+    """Return whether the operator still manages all fields of ``manifest``, including its labels.
+
+    held: the managed fields as ``cluster.views.held_of`` returns them; "" stands for all fields.
+    """
     if not held:
         return True
-    said = {key: value for key, value in manifest.items() if key not in _IDENTITY}
-    said["metadata"] = {"labels": manifest["metadata"].get("labels", {})}
+    wanted = {key: value for key, value in manifest.items() if key not in _IDENTITY}
+    wanted["metadata"] = {"labels": manifest["metadata"].get("labels", {})}
     fields = _read(held)
-    return bool(fields) and _has(fields, said)
+    return bool(fields) and _has(fields, wanted)
 
 
 def _has(fields: Fields, value: Any) -> bool:
-    """Fields without fields of their own are held whole; an item of a list is found by what its key says of it."""
+    """Return whether ``fields`` contains all of ``value``.
+
+    A field without inner fields is managed as a whole. An item of a list is identified by the fields in its key.
+    """
     if not fields or not isinstance(value, (dict, list)):
         return True
     if isinstance(value, dict):
@@ -63,10 +68,10 @@ def _read(held: str) -> Fields:
 
 
 class DesiredJob(DesiredSecrets, Protocol):
-    """Objects of a job."""
+    """Interface for the desired objects of a job."""
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Return every object of the job, except its pods, custom resources and Secrets."""
+        """Return all objects of the job except its pods, custom resources and Secrets."""
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
         """Return the job's own TransferQueue and WeightSync."""
@@ -75,17 +80,17 @@ class DesiredJob(DesiredSecrets, Protocol):
         """Return one pod."""
 
     def images(self, job: RLJob) -> dict[str, str]:
-        """Return the image of each role, as this operator would have it now."""
+        """Return the image of each role for a job that starts now."""
 
 
 class DesiredQueue(DesiredSecrets, Protocol):
-    """Objects of a TransferQueue."""
+    """Interface for the desired objects of a TransferQueue."""
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Return every object of the job that a queue belongs to, except its pods and custom resources."""
+        """Return all objects of the job that owns the queue, except pods, custom resources and Secrets."""
 
     def queue_supporting(self, state: TransferQueueState) -> tuple[Manifest, ...]:
-        """Return every object of the queue, except its pods."""
+        """Return all objects of the queue except its pods and Secrets."""
 
     def queue_pod(self, state: TransferQueueState, role: RoleName, index: int, attempt: int) -> Manifest:
         """Return one pod."""
@@ -93,22 +98,22 @@ class DesiredQueue(DesiredSecrets, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """Writes that objects other than pods need.
+    """Required writes of objects other than pods.
 
-    write: objects to create or change; absent: objects that do not exist; going: those of them that are still being
-    deleted; changed: objects that somebody else has changed.
+    write: objects to create or change; absent: wanted objects that do not exist or are being deleted; terminating:
+    those of them that are being deleted; changed: objects that another client has changed.
     """
 
     write: tuple[Apply, ...]
     absent: Mapping[Ref, Manifest]
-    going: Mapping[Ref, Manifest]
+    terminating: Mapping[Ref, Manifest]
     changed: tuple[Ref, ...]
 
 
 def upkeep(manifests: Sequence[Manifest], *, seen: Mapping[Ref, ObjectView]) -> Upkeep:
-    """Compare what is wanted with what was seen."""
+    """Compare the wanted objects with the observed ones."""
     absent: dict[Ref, Manifest] = {}
-    going: dict[Ref, Manifest] = {}
+    terminating: dict[Ref, Manifest] = {}
     write, changed = [], []
     for manifest in manifests:
         action = Apply(manifest=manifest)
@@ -116,31 +121,31 @@ def upkeep(manifests: Sequence[Manifest], *, seen: Mapping[Ref, ObjectView]) -> 
         if view is None or view.deleting:
             absent[action.ref] = manifest
         if view is not None and view.deleting:
-            going[action.ref] = manifest
+            terminating[action.ref] = manifest
         elif view is None or view.digest != manifest["metadata"]["annotations"][DIGEST]:
             write.append(action)
         elif not intact(view.held, manifest):
             write.append(action)
             changed.append(action.ref)
-    return Upkeep(write=tuple(write), absent=absent, going=going, changed=tuple(changed))
+    return Upkeep(write=tuple(write), absent=absent, terminating=terminating, changed=tuple(changed))
 
 
 def restore_notes(changed: Iterable[Ref], denied: Collection[Denial], *, owner: str) -> Iterator[Note]:
-    """Yield a warning for each changed object that is put back, which says where the change belongs."""
+    """Yield a warning for each changed object that is restored, which names the object to change instead."""
     refused = {denial.ref for denial in denied}
     for ref in (ref for ref in changed if ref not in refused):
-        words = f"Somebody changed {ref.kind}/{ref.name}; it is put back, because it follows {owner}"
-        yield Note(type="Warning", reason="PutBack", message=f"{words}: change that instead")
+        message = f"{ref.kind}/{ref.name} was changed and is restored, because it follows {owner}"
+        yield Note(type="Warning", reason="PutBack", message=f"{message}: change that instead")
 
 
 def with_needs(pods: Iterable[Manifest], absent: Mapping[Ref, Manifest]) -> Iterator[Apply]:
-    """Yield pods to be made, each with those of the absent objects that it needs."""
+    """Yield the creation of pods, each with those of the absent objects that it needs."""
     for pod in pods:
         yield Apply(manifest=pod, needs=needs(pod, absent))
 
 
 def needs(pod: Manifest, objects: Mapping[Ref, Manifest]) -> frozenset[Ref]:
-    """Return those of ``objects`` that ``pod`` refers to, and its policies, which must be there before it runs."""
+    """Return those of ``objects`` that must exist before ``pod`` runs: those that it refers to, and its policies."""
     spec = pod["spec"]
     named = {Ref("ServiceAccount", spec.get("serviceAccountName", ""))}
     for volume in spec.get("volumes", ()):
@@ -153,17 +158,17 @@ def needs(pod: Manifest, objects: Mapping[Ref, Manifest]) -> frozenset[Ref]:
 
 
 def _selects(manifest: Manifest, labels: ItemsView[str, str]) -> bool:
-    """Return whether ``manifest`` is a policy of the pods that have these labels."""
+    """Return whether ``manifest`` is a NetworkPolicy that selects pods with these labels."""
     if manifest["kind"] != "NetworkPolicy":
         return False
     selector = manifest["spec"]["podSelector"]
     selected: Mapping[str, str] = selector["matchLabels"]
-    asked = selector.get("matchExpressions", ())
-    return selected.items() <= labels and all(_holds(each, labels) for each in asked)
+    expressions = selector.get("matchExpressions", ())
+    return selected.items() <= labels and all(_holds(each, labels) for each in expressions)
 
 
 def _holds(expression: Manifest, labels: ItemsView[str, str]) -> bool:
-    """Return whether labels satisfy an expression of a selector whose operator is In or NotIn."""
+    """Return whether labels satisfy a selector's expression with the operator In or NotIn."""
     within = any((expression["key"], value) in labels for value in expression["values"])
     wanted: bool = expression["operator"] == "In"
     return within == wanted

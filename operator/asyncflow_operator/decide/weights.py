@@ -1,8 +1,10 @@
-"""Decision about one WeightSync: versions, how they reach instances, which are behind and why, and how to follow.
+"""Decision about one WeightSync: its versions, their progress to the instances, which instances lag and why.
 
-What there is of versions is the driver's to say, or the publisher's where the source is a model that no job trains.
-Invariant: but for that publisher, and the manifest that followers of a job read, it owns nothing, so its plan is a
-status and no more; that status is bounded however many instances there are.
+The figures come from the job's driver, or from the publisher if the source is a model that no job trains.
+
+Invariants: a WeightSync owns only its publisher, with that publisher's objects, and the manifest for followers of a
+job. In all other cases its plan consists of a status only. The size of the status is bounded for any number of
+instances.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import record_ends
 from asyncflow_operator.decide.pending import why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, four_digits
-from asyncflow_operator.decide.replicas import ReplicaMoves, followed, plan_replicas
+from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas, track_single_pod
 from asyncflow_operator.decide.secrets import DesiredSecrets
 from asyncflow_operator.decide.upkeep import needs, restore_notes, upkeep
 from asyncflow_operator.observed import Manifest, Owner, SyncState
 
 _OF_DRIVER: Final = tuple(VersionsState.model_fields)
 FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
-"""Fields of its status that may wait."""
+"""Fields of its status whose changes may be written with a delay."""
 
 
 class DesiredSync(DesiredSecrets, Protocol):
-    """Objects of a publisher, or for followers of a job, and facts that whoever follows it, or a job, has to know."""
+    """Interface for the desired objects of a WeightSync, and for the facts that followers need."""
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
-        """Return every object of the publisher, except its pod and Secrets; for followers of a job, what they read."""
+        """Return all objects of the publisher except its pod and Secrets, or the manifest for followers of a job."""
 
     def sync_pod(self, state: SyncState, attempt: int) -> Manifest:
         """Return the publisher's pod."""
@@ -45,7 +47,7 @@ class DesiredSync(DesiredSecrets, Protocol):
         """Return the address of a job's driver, or of a publisher."""
 
     def certificate(self, owner: Owner, role: str) -> str:
-        """Return the name of the Secret with a certificate of people of ``role``."""
+        """Return the name of the Secret with the certificate of an external ``role``."""
 
 
 def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
@@ -60,7 +62,7 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
         _publish(draft, state, publisher_role(state.sync), desired)
         return draft.plan(figures=FIGURES)
     if state.sync.spec.source is not None:
-        _tell_followers(draft, state, desired)
+        _write_follower_manifest(draft, state, desired)
     draft.fields |= dict.fromkeys(("job", "address", "certificate"))
     if state.job is not None:
         job = state.job.owner
@@ -74,7 +76,7 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
         draft.conditions.set("Ready", False, *_why_none(state))
         draft.fields |= {"rollouts": 0, "followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     elif seen is None and (state.job.probe.asked or not draft.conditions.has("Ready")):
-        draft.conditions.set("Ready", False, "NoVersion", "The driver has not said which versions there are")
+        draft.conditions.set("Ready", False, "NoVersion", "The driver has not reported its versions yet")
     elif seen is not None:
         allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
         if state.sync.spec.source is None:
@@ -84,8 +86,8 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     return draft.plan(figures=FIGURES)
 
 
-def _tell_followers(draft: Draft[WeightsStatus], state: SyncState, desired: DesiredSync) -> None:
-    """Write what the followers of a job read of how they follow."""
+def _write_follower_manifest(draft: Draft[WeightsStatus], state: SyncState, desired: DesiredSync) -> None:
+    """Add the writes of the manifest that followers of a job read."""
     supporting = upkeep(desired.sync_supporting(state), seen=state.objects)
     draft.add_first(supporting.write)
     owner = f"{state.owner.kind} {state.owner.name}"
@@ -93,15 +95,15 @@ def _tell_followers(draft: Draft[WeightsStatus], state: SyncState, desired: Desi
 
 
 def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired: DesiredSync) -> None:
-    """Keep the publisher of a model, and state what it answers."""
+    """Plan the pod of a publisher of a model, and report its answer in the status."""
     supporting = upkeep(desired.sync_supporting(state), seen=state.objects)
     before = state.status.failures.get(role.name, RoleRecord())
     ends = record_ends(role, state.pods, before, draft.alarm)
-    record = followed(ends.record, state.pods, before=before)
+    record = track_single_pod(ends.record, state.pods, before=before)
     draft.notes.extend(ends.notes)
     moves = ReplicaMoves()
     if ends.failure is None:
-        waits = state.namespace_ending or bool(needs(desired.sync_pod(state, 0), supporting.going))
+        waits = state.namespace_ending or bool(needs(desired.sync_pod(state, 0), supporting.terminating))
         moves = plan_replicas(role, state.pods, record, may_make=not waits, alarm=draft.alarm)
     draft.fields |= {
         "failures": {role.name: record},
@@ -114,7 +116,7 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
         moves.make,
         pod=lambda each: desired.sync_pod(state, each.attempt),
         roles=(role,),
-        people=(FOLLOWER,),
+        external_roles=(FOLLOWER,),
         pods=state.pods,
         supporting=supporting,
         denied=state.denied,
@@ -125,8 +127,8 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
         draft.conditions.set("Ready", False, why.reason, why.message)
     elif seen is None or seen.versions.bytes is None:
         waits_for = f"The publisher waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
-        words = why.message if why else waits_for or "The publisher has not published yet"
-        draft.conditions.set("Ready", False, why.reason if why else "NoVersion", words)
+        message = why.message if why else waits_for or "The publisher has not published a version yet"
+        draft.conditions.set("Ready", False, why.reason if why else "NoVersion", message)
         draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     else:
         _report(draft, seen, seen.versions, allowed=0, followed=True)
@@ -137,7 +139,7 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
 
 
 def _why_none(state: SyncState) -> tuple[str, str]:
-    """Return why no versions come, in a word and in a sentence."""
+    """Return why there are no versions, as a reason and a sentence."""
     if state.job is not None:
         return state.job.status.phase, f"RLJob {state.job.owner.name} publishes no versions now"
     source = state.sync.spec.source if state.sync is not None else None
@@ -147,7 +149,7 @@ def _why_none(state: SyncState) -> tuple[str, str]:
 
 
 def _of_fleet(name: str, seen: DriverStatus) -> VersionsState:
-    """Return how versions reach the followers of the WeightSync ``name``, of all those of the job if it is not told."""
+    """Return the versions of the followers of the WeightSync ``name``; of all the job's if the driver has no fleets."""
     if seen.fleets is None:
         return seen.versions
     published = PhaseSeconds(publish=seen.versions.seconds.publish)
@@ -160,9 +162,9 @@ def _report(
     draft.fields |= {name: getattr(versions, name) for name in _OF_DRIVER}
     took = {phase: four_digits(seconds) for phase, seconds in versions.seconds.model_dump().items()}
     draft.fields |= {"version": seen.version, "attempt": seen.attempt, "seconds": PhaseSeconds(**took)}
-    who, serving = ("follower", versions.followers) if followed else ("rollout", versions.rollouts)
-    many = f"{serving} {who}{'' if serving == 1 else 's'} {'has' if serving == 1 else 'have'} a version"
-    draft.conditions.set("Ready", serving > 0, "Serving" if serving else f"No{who.title()}", many)
+    kind, serving = ("follower", versions.followers) if followed else ("rollout", versions.rollouts)
+    counted = f"{serving} {kind}{'' if serving == 1 else 's'} {'has' if serving == 1 else 'have'} a version"
+    draft.conditions.set("Ready", serving > 0, "Serving" if serving else f"No{kind.title()}", counted)
     worst = max((each.lag for each in versions.laggards), default=0)
     lagged = any(each.type == "Lagging" and each.status == "True" for each in draft.before.conditions)
     if worst > allowed + (0 if lagged else 1):

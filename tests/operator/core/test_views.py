@@ -106,7 +106,7 @@ def test_a_pod_that_its_kubelet_evicts_beyond_its_own_limit_has_failed() -> None
     view = pod_view(pod(**evicted))
     assert (end_of(view), view.exit_reason, view.last_words) == (PodEnd.FAILED, "Evicted", words)
     node_is_short = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert end_of(pod_view(pod(**evicted | node_is_short))) is PodEnd.TAKEN
+    assert end_of(pod_view(pod(**evicted | node_is_short))) is PodEnd.EVICTED
 
 
 UNSEEN = {
@@ -125,7 +125,7 @@ UNSEEN = {
 )
 def test_a_process_whose_end_no_kubelet_saw_counts_as_no_failure(states: dict[str, Any]) -> None:
     view = pod_view(pod(phase="Failed", containerStatuses=[{"name": "asyncflow", **states}]))
-    assert (end_of(view), view.exit_reason) == (PodEnd.TAKEN, "ContainerStatusUnknown")
+    assert (end_of(view), view.exit_reason) == (PodEnd.EVICTED, "ContainerStatusUnknown")
     seen = {"terminated": UNSEEN["terminated"] | {"reason": "OOMKilled"}}
     ours, other = {"name": "asyncflow", "state": seen}, {"name": "other", "state": UNSEEN}
     assert end_of(pod_view(pod(phase="Failed", containerStatuses=[ours, other]))) is PodEnd.FAILED

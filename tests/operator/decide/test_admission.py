@@ -86,7 +86,7 @@ def test_pods_are_made_once_it_is_known_where_their_flavors_are():
 def test_the_reason_why_a_workload_waits_is_kueues():
     said = waits_for(state(workload(QuotaReserved=("False", "8 more cpu needed"))))
     assert said == "Kueue has not admitted the job's Workload: 8 more cpu needed"
-    assert waits_for(state({})).endswith("it has said nothing yet")
+    assert waits_for(state({})).endswith("it has not reported a reason yet")
 
 
 def test_a_gang_object_is_deleted_once():
@@ -178,7 +178,7 @@ def test_a_job_whose_place_is_wanted_is_suspended_and_then_waits_for_another():
     (delete,) = (action for stage in plan.stages for action in stage)
     assert (delete.ref.name, delete.why) == (
         "demo-rollout-0",
-        "the place of the job is wanted for another one (Kueue)",
+        "Kueue has evicted the job's Workload",
     )
     gone = replace(runs, pods=(), status=JobStatus.model_validate(plan.status, by_name=False))
     plan = decide_job(gone, now=START, desired=DESIRED)

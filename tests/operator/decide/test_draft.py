@@ -111,7 +111,7 @@ def test_pods_that_are_deleted_for_one_reason_are_one_event():
 
 
 def test_a_spec_that_is_refused_says_which_one_counts():
-    for accepted, counts in ((3, "Generation 3 runs on"), (None, "What runs goes on as it was accepted")):
+    for accepted, counts in ((3, "Generation 3 stays in force"), (None, "The last accepted spec stays in force")):
         drafted = draft(JobStatus(accepted_generation=accepted))
         accept(drafted, problem="spec.x: wrong", reason="Invalid")
         (said,) = drafted.conditions.current

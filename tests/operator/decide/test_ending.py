@@ -93,7 +93,7 @@ def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
         told += [note.message for note in world.reconcile(JOB).notes]
         world.suspending = False
         world.now += 5
-    assert told[-1].endswith(": the job is suspended, and its driver had its time for a checkpoint")
+    assert told[-1].endswith(": the job is suspended, and its driver's time for a checkpoint is over")
     assert (world.status.phase, condition(world, "Suspended").status) == ("Suspending", "False")
     assert all(pod.deleting for pod in world.pods.values())
     world.settle()

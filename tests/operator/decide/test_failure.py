@@ -46,11 +46,11 @@ def ends(pods, record=None, *, now=START + 10, of=None):
         (pod_view("rollout", deleting=True), PodEnd.DELETED),
         (dead("rollout", code=143, deleting=True), PodEnd.DELETED),
         (dead("rollout", code=1), PodEnd.FAILED),
-        (dead("rollout", code=137, disrupted=True), PodEnd.TAKEN),
+        (dead("rollout", code=137, disrupted=True), PodEnd.EVICTED),
         (dead("rollout", code=2), PodEnd.REFUSED),
         (dead("rollout", code=3), PodEnd.DISRUPTED),
-        (dead("rollout", code=3, disrupted=True), PodEnd.TAKEN),
-        (dead("rollout", code=2, disrupted=True), PodEnd.TAKEN),
+        (dead("rollout", code=3, disrupted=True), PodEnd.EVICTED),
+        (dead("rollout", code=2, disrupted=True), PodEnd.EVICTED),
         (dead("rollout", code=0), PodEnd.DONE),
         (dead("rollout", code=0, exit_code=None), PodEnd.DONE),
         (dead("rollout", code=0, phase="Failed"), PodEnd.DONE),
@@ -87,7 +87,7 @@ def test_an_end_caused_by_another_process_uses_no_budget_but_waits_and_is_bounde
     first = ends(ranks, of=gang)
     assert (first.record.restarts, first.record.disruptions, first.record.attempt) == (0, 1, 1)
     assert (first.record.in_a_row, first.failure) == (1, None)
-    assert "lost what it worked on" in first.notes[0].message
+    assert "lost its work" in first.notes[0].message
     record = first.record
     for attempt in range(1, MOST_DISRUPTIONS + 1):
         last = ends([dead("trainer", attempt=attempt, code=3)], record, of=gang)
@@ -184,7 +184,7 @@ def test_a_process_that_refuses_its_input_is_not_started_again():
     assert words in failure.message
     silent = ends([dead("rollout", code=2)]).failure
     assert silent is not None
-    assert silent.message == "demo-rollout-0 ended with exit code 2, which no restart can mend."
+    assert silent.message == "demo-rollout-0 ended with exit code 2, which no restart can fix."
 
 
 def test_a_process_that_ended_by_itself_waits_for_the_end_of_the_job():

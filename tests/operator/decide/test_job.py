@@ -298,7 +298,9 @@ def test_a_job_whose_newest_spec_is_refused_goes_on_and_says_so():
     world.settle()
     accepted = condition(world, "Accepted")
     assert (accepted.status, accepted.reason, accepted.observed_generation) == ("False", "NotYet", 2)
-    assert accepted.message.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
+    assert accepted.message.startswith(
+        "Generation 1 stays in force; of the newest spec only suspend: true and its scale are followed"
+    )
     assert world.notes.count("NotYet") == 1
     for role in ("trainer", "storage", "rollout", "driver"):
         world.end(world.with_role(role)[0], code=1)
@@ -343,7 +345,7 @@ def test_a_refused_object_stops_only_pods_that_need_it():
     denied = condition(world, "WhyPending")
     assert (denied.status, denied.reason) == ("True", "Denied")
     assert "2 more are not written" in denied.message
-    assert "What runs goes on as it is" in denied.message
+    assert "Running pods are not affected" in denied.message
     assert world.notes.count("Denied") == 1
 
 

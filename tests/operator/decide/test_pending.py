@@ -93,7 +93,7 @@ def test_where_arithmetic_says_nothing_the_scheduler_does():
             "ContainerConfig",
             'secret "s" not found',
         ),
-        (pending("rollout", waiting="ErrImagePull"), "ImagePull", "cannot have its image: ErrImagePull. "),
+        (pending("rollout", waiting="ErrImagePull"), "ImagePull", "cannot pull its image: ErrImagePull. "),
         (pending("rollout", waiting_message="too slow."), "Waiting", "waits: Pending: too slow"),
         (pending("rollout", gated=True), "Gated", "scheduling gate"),
         (
@@ -138,7 +138,7 @@ def test_a_node_that_does_not_answer_is_named():
     assert "limits.nodeLostSeconds" in found.message
     leaving = lacking(pod_view("trainer", ready=False, deleting=True, ends_by=START + 120))
     assert leaving.reason == "Terminating"
-    assert "demo-trainer-0 has yet to go from node-1" in leaving.message
+    assert "demo-trainer-0 is being deleted on node-1" in leaving.message
     assert "--force" not in found.message + leaving.message
     other = pod_view("rollout", ready=False, unreachable=True)
     assert why_lacking(["trainer 0/1"], [other], ran=True, alarm=Alarm(START)).reason == "Starting"
@@ -171,7 +171,7 @@ def test_the_obstacle_that_stops_everything_comes_first():
     assert "exceeded quota: pods=10. Raise the quota" in denied.message
     unstated = 'pods "demo-rollout-1" is forbidden: failed quota: q: must specify limits.cpu for: asyncflow'
     denied = why(denied=[Denial(Ref("Pod", "demo-rollout-1"), unstated, missing=True)])
-    assert denied.message.endswith("for: asyncflow. State it in podSpec, or make a LimitRange with defaults")
+    assert denied.message.endswith("for: asyncflow. Set it in podSpec, or create a LimitRange with defaults")
     workload = Denial(Ref("Workload", "demo"), "exceeded quota: workloads", missing=True)
     assert [why(gang="kueue").reason, why(denied=[workload], gang="kueue").reason] == ["Gang", "Denied"]
     assert (
@@ -184,7 +184,7 @@ def test_that_the_server_failed_is_not_said_to_be_a_refusal_and_comes_after_one(
     failed = Denial(Ref("Pod", "demo-driver-0"), webhook, missing=True, failed=True)
     said = why(denied=[failed])
     assert said.reason == "ApiFailed"
-    assert f"failed at Pod/demo-driver-0: {webhook}. It is tried again by itself" in said.message
+    assert f"failed at Pod/demo-driver-0: {webhook}. It is retried automatically" in said.message
     assert "must change" not in said.message
     refused = Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)
     assert why(denied=[failed, refused]).message.startswith("The API server refused Pod/demo-rollout-1")

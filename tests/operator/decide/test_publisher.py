@@ -86,7 +86,7 @@ def test_until_it_has_published_it_says_what_it_waits_for():
     assert "exceeded quota" in condition(decide(refused), "Ready")[2]
     pulls = condition(decide(state(pending("publisher", waiting="ImagePullBackOff"))), "Ready")
     assert pulls[:2] == ("False", "ImagePull")
-    assert "demo-publisher-0 cannot have its image" in pulls[2]
+    assert "demo-publisher-0 cannot pull its image" in pulls[2]
     change = (Denial(ref=Ref("ConfigMap", "demo"), why="no", missing=False),)
     both = state(pending("publisher", waiting="ImagePullBackOff"), denied=change)
     assert condition(decide(both), "Ready")[:2] == ("False", "ImagePull"), "as WhyPending of a job"

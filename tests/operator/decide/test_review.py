@@ -94,7 +94,7 @@ def test_why_a_pod_was_deleted_is_told(lived: Path) -> None:
     status, said = explained(lived, "team/demo", "demo-trainer-1")
     assert status == 0
     assert "made Pod/demo-trainer-1 (attempt 0)" in said
-    why = "attempt 1 of trainer begins when all pods of older ones are gone"
+    why = "attempt 1 of trainer starts when all pods of older attempts are deleted"
     assert f"deleted Pod/demo-trainer-1: {why}. It was Failed on node-1, attempt 0, exit code 137" in said
     assert "event Warning TrainerFailed: demo-trainer-1 ended with exit code 137" in said
     assert "the job is suspended" in said

@@ -72,12 +72,12 @@ def test_a_running_rollout_is_drained_and_deleted_when_the_driver_has_let_go():
     pods = [pod_view("rollout", 0), pod_view("rollout", 1)]
     first = plan_replicas(pods, target=1, registered=known((0, 3, 1, "ready"), (1, 2, 1, "ready")))
     assert chosen(first) == [1]
-    assert [ask.path for ask in first.moves.ask] == ["/v1/rollouts/worker-1/drain"]
+    assert [order.path for order in first.moves.orders] == ["/v1/rollouts/worker-1/drain"]
     assert first.moves.remove == ()
     asked = plan_replicas(
         pods, target=1, draining=first.draining, registered=known((0, 3, 1, "ready"), (1, 2, 1, "draining"))
     )
-    assert (asked.moves.ask, asked.moves.remove, asked.moves.make) == ((), (), ())
+    assert (asked.moves.orders, asked.moves.remove, asked.moves.make) == ((), (), ())
     gone = plan_replicas(pods, target=1, draining=first.draining, registered=known((0, 3, 1, "ready")))
     assert [delete.ref.name for delete in gone.moves.remove] == ["demo-rollout-1"]
 

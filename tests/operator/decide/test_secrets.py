@@ -125,7 +125,7 @@ def test_jobs_are_not_renewed_all_at_once():
     owners = [Owner(kind="RLJob", namespace="team", name="demo", uid=f"uid-{number}") for number in range(20)]
     alarms = [Alarm(START) for _ in owners]
     for owner, alarm in zip(owners, alarms, strict=True):
-        secret_upkeep(owner, (), people=("viewer",), pods=(), records={}, desired=DESIRED, alarm=alarm)
+        secret_upkeep(owner, (), external_roles=("viewer",), pods=(), records={}, desired=DESIRED, alarm=alarm)
     times = sorted(alarm.at or 0.0 for alarm in alarms)
     assert len(set(times)) == len(times)
     assert times[0] > START

@@ -98,7 +98,7 @@ def test_an_object_is_written_where_it_is_absent_older_or_changed(seen, written,
     views = {} if seen is None else {REF: ObjectView(ref=REF, uid="u", **seen)}
     found = upkeep([SERVICE], seen=views)
     assert [action.ref for action in found.write] == [REF] * written
-    assert (list(found.absent), list(found.going), list(found.changed)) == (
+    assert (list(found.absent), list(found.terminating), list(found.changed)) == (
         [REF] * absent,
         [REF] * going,
         [REF] * changed,
@@ -110,5 +110,5 @@ def test_what_is_put_back_is_said_unless_it_may_not_be_written():
     (note,) = restore_notes([REF, other], [Denial(ref=other, why="Forbidden", missing=False)], owner="RLJob demo")
     assert note.type == "Warning"
     assert note.message == (
-        "Somebody changed Service/demo; it is put back, because it follows RLJob demo: change that instead"
+        "Service/demo was changed and is restored, because it follows RLJob demo: change that instead"
     )

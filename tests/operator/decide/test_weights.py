@@ -164,7 +164,7 @@ BEGUN = WeightsSpec(keep=7)
         (NamedSync(name="shared", exists=True), "refused"),
         (NamedSync(name="shared", exists=True, spec=FIELDS, owned=True), "another job"),
         (NamedSync(name="shared", exists=True, spec=FOLLOWED.spec), "another job"),
-        (NamedSync(name="shared", exists=True, spec=FIELDS, user="first"), "RLJob first has"),
+        (NamedSync(name="shared", exists=True, spec=FIELDS, user="first"), "RLJob first uses"),
     ],
 )
 def test_a_job_begins_only_with_a_weight_sync_that_it_may_have(sync: NamedSync, reason: str):
@@ -193,4 +193,4 @@ def test_the_transport_stays_although_the_weight_sync_is_made_anew():
     sync = NamedSync(name="shared", exists=True, spec=SyncSpec(transport="mooncake"), user="first")
     weights, why = weights_for("first", sync, staggered=False, begun=BEGUN)
     assert weights == BEGUN
-    assert "its transport is mooncake, and was host when the job began" in why
+    assert "its transport is mooncake, and was host when the job started" in why
