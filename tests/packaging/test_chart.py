@@ -83,7 +83,7 @@ def test_every_name_that_a_release_may_have_is_one_of_a_service(release: str, ov
 
 @pytest.mark.usefixtures("render")
 def test_a_release_whose_name_cannot_be_one_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ChartError, match='"1a-operator" is no name for a Service: give another release name'):
+    with pytest.raises(ChartError, match='"1a-operator" is not a valid name of a Service: choose a release name'):
         released("1a")
 
 

@@ -1,8 +1,8 @@
-{{- /* A Service has a name of 63 characters at most, without dots, and "-metrics" comes after this one. */ -}}
+{{- /* The name of a Service has at most 63 characters and no dots; "-metrics" is appended to this name. */ -}}
 {{- define "asyncflow.name" -}}
 {{- $name := .Values.fullnameOverride | default (printf "%s-operator" .Release.Name | replace "." "-") | trunc 55 | trimSuffix "-" -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
-{{- fail (printf "%q is no name for a Service: give another release name, or fullnameOverride, of lower-case letters, digits and -, with a letter first" $name) -}}
+{{- fail (printf "%q is not a valid name of a Service: choose a release name, or set fullnameOverride, with lower-case letters, digits and - only, and a letter first" $name) -}}
 {{- end -}}
 {{- $name -}}
 {{- end -}}
@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- /* What the operator may do in a namespace whose jobs it runs. Server-side apply makes an object by patch and create. */ -}}
+{{- /* The operator's rights in a namespace whose jobs it runs. Server-side apply needs patch and create to create an object. */ -}}
 {{- define "asyncflow.rules" -}}
 - apiGroups: [asyncflow.dev]
   resources: [rljobs]
