@@ -146,7 +146,7 @@ def _outline(action: Action) -> Manifest:
 
 
 def _bare(ref: Ref) -> str:
-    """Return the name of an object, that of a Secret without its mark, which nobody is to know before it exists."""
+    """Return the name of an object; of a Secret without its mark, which must stay unknown until the Secret exists."""
     return ref.name.rpartition("-")[0] if ref.kind == "Secret" else ref.name
 
 

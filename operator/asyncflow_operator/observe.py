@@ -259,7 +259,7 @@ class Observer:
             resource.owner.name,
             self._sync(named),
             staggered=job.spec.schedule.update == "staggered",
-            begun=status.weights if status.begun else None,
+            current=status.weights if status.begun else None,
         )
         if weights is None:
             return None, refusal, NO_SYNC

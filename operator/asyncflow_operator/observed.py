@@ -62,7 +62,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """One pod that the operator made.
+    """One pod that the operator created.
 
     digest: digest of the inputs from which the pod was built.
     outdated: whether the pod has not started and the spec in force would build it differently.
@@ -128,7 +128,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
-    """Another object that the operator made: a Service, a claim, a PodGroup.
+    """Another object that the operator created: a Service, a claim, a PodGroup.
 
     digest: digest of the manifest that was applied.
     held: the fields that this operator manages, as the API server records them, "" if they are not compared.

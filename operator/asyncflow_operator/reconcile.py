@@ -59,7 +59,7 @@ class CachedDesired:
         self.secrets = desired.secrets
 
     def supporting(self, state: JobState) -> Manifests:
-        """Return all objects of the job except its pods and custom resources."""
+        """Return all objects of the job except its pods, custom resources and Secrets."""
         return self._built("supporting", state, self._desired.supporting)
 
     def children(self, state: JobState) -> Manifests:
@@ -95,7 +95,7 @@ class ReconcileOutcome:
 
 @dataclass(slots=True)
 class _Settled:
-    """State that needed no action. due: until when that holds without a change, None for without limit."""
+    """State that needed no action. due: until when that holds without a change, None for no limit."""
 
     state: State
     due: float | None

@@ -55,7 +55,7 @@ class Settings(BaseModel):
     images: str = "asyncflow"
     """Registry and prefix of the images."""
     tag: str = __version__
-    """Version of the images of new jobs; those of running jobs stay as they are."""
+    """Version of the images of new jobs; running jobs keep theirs."""
     key_file: Path
     """File with the master secret, from which the certificates and passwords of every job are derived."""
     probe_url: str = f"http://{{host}}:{HTTP_PORT}"

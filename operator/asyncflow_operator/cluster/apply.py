@@ -194,7 +194,7 @@ class PlanExecutor:
         meta = found["metadata"] if found is not None else {}
         if found is None or controller_of(found)[2] != owner.uid:
             raise Refusal(
-                f"{refused.what}, and it is not this {owner.kind}'s",
+                f"{refused.what}, and it does not belong to this {owner.kind}",
                 where=refused.where,
                 status=refused.status,
                 reason=refused.reason,
@@ -206,7 +206,7 @@ class PlanExecutor:
             return None
         await self._api.delete(kind, owner.namespace, name, uid=meta["uid"])
         raise Refusal(
-            "somebody changed its labels, so it was deleted and is made again",
+            "its labels were changed, so it was deleted and is created again",
             where=refused.where,
             status=refused.status,
         )

@@ -29,11 +29,11 @@ class NamedSync:
 
 
 def weights_for(
-    job: str, sync: NamedSync, *, staggered: bool, begun: WeightsSpec | None
+    job: str, sync: NamedSync, *, staggered: bool, current: WeightsSpec | None
 ) -> tuple[WeightsSpec | None, str]:
     """Return the fields that ``job`` uses, None if it may not start, and why the WeightSync is not in force.
 
-    staggered: whether the job's rollouts update staggered; begun: its last fields, None if it has not started.
+    staggered: whether the job's rollouts update staggered; current: its present fields, None if it has not started.
     """
     weights, why = None, ""
     if not sync.exists:
@@ -44,10 +44,12 @@ def weights_for(
         why = "that WeightSync is for another job or for followers. Create one without a source, or leave the name out"
     elif sync.user not in ("", job):
         why = f"RLJob {sync.user} uses that WeightSync, and it serves one job only. Create another one"
-    elif begun is not None and sync.spec.transport != begun.transport:
-        why = f"its transport is {sync.spec.transport}, and was {begun.transport} when the job started. Change it back"
+    elif current is not None and sync.spec.transport != current.transport:
+        why = (
+            f"its transport is {sync.spec.transport}, and was {current.transport} when the job started. Change it back"
+        )
     elif sync.spec.stagger is not None and not staggered:
         why = "it has a stagger, and this job's updates are not staggered. Remove stagger from it"
     else:
         weights = sync.spec.own
-    return weights or begun, f"{_NAMED} = {sync.name!r}: {why}" if why else ""
+    return weights or current, f"{_NAMED} = {sync.name!r}: {why}" if why else ""

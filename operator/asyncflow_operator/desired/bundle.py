@@ -1,7 +1,8 @@
 """All desired objects of a job, a queue or a publisher, as one set of pure functions.
 
 Invariant: equal states give equal bytes. The objects depend on the spec, the owner's identity, the pinned images and
-the settings, but not on observed pods and objects, so they are not applied again after every change in the cluster.
+the settings. Of the observed objects, only an admitted Workload with its flavors (for pods) and a priority class (for a
+Workload) matter, so objects are not applied again after every change in the cluster.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class DesiredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """Builder of the desired objects. Every method raises ValueError for a state without an accepted spec."""
+    """Builder of the desired objects. A method that takes a state raises ValueError if it has no accepted spec."""
 
     settings: DesiredSettings
 

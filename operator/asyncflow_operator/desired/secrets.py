@@ -1,13 +1,12 @@
 """Secrets of a job, a queue without a job, or a publisher: certificates, and tokens that only some of its pods need.
 
 All contents are derived from the operator's master secret and the owner's UID (``plan.certificates``). Therefore only
-the master secret has to be stored, no Secret is read, and writing a Secret again changes no byte. There are three
-kinds:
+the master secret has to be stored, no Secret is read, and writing a Secret again changes no byte. Their names are:
 
-    OWNER-tls-ROLE-MARK     certificates and private keys of the processes of one role, up to ``LEAVES`` in a Secret, as
-                            INDEX.crt and INDEX.key; a pod mounts the files of its own index
-    OWNER-tls-ROLE-MARK     for an external role: its one certificate, as the three files that ``rpc.tls`` reads
-    OWNER-keys-MARK         the bearer token of the driver's control service, and the password of the store
+    OWNER-tls-ROLE-MARK   certificates and private keys of the processes of one role, up to ``LEAVES`` in a Secret, as
+                          INDEX.crt and INDEX.key, of which a pod mounts those of its own index; for an external role,
+                          its one certificate, as the three files that ``rpc.tls`` reads
+    OWNER-keys-MARK       the bearer token of the driver's control service, and the password of the store
 
 The mark is derived from the master secret. No one can know the name before the operator has created the Secret, so a
 Secret of that name belongs to the owner and is never confused with a user's Secret. A user who may delete and create

@@ -8,8 +8,9 @@ can read the manifest of a newer operator: it contains no field that the older i
 Invariants: the manifest changes only when the spec changes, and is the same while a job is suspended. A job that names
 an existing WeightSync creates none. The address of a process exists as soon as the process does, ready or not: its
 peers must connect before it becomes ready, and the operator must reach it to learn why it is not ready. Pods have no
-rights at the API server. A pod outside the family reaches only the port with metrics and status, unless its label marks
-it as a follower. Only the operator reaches the driver's port for orders; no other pod does, not even of the family.
+rights at the API server. Only pods of the family and followers, which have a label, reach more than the port with
+metrics and status; for a queue without a job, all pods of its namespace do. Only the operator reaches the driver's port
+for orders; no other pod does, not even of the family.
 """
 
 from __future__ import annotations
@@ -138,9 +139,8 @@ def make_account(family: Family) -> Manifest:
 def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Manifest:
     """Return the budget that lets ``kubectl drain`` evict one of the ``pods`` of these roles at a time.
 
-    Unhealthy pods may always be evicted.
-    It sets ``minAvailable``, because ``maxUnavailable`` would be computed from the owner's scale subresource, which
-    counts the rollouts.
+    Unhealthy pods may always be evicted. The budget sets ``minAvailable``, because ``maxUnavailable`` would be computed
+    from the owner's scale subresource, which counts the rollouts.
     """
     selector = {
         "matchLabels": dict(family.selector),

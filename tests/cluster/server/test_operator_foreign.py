@@ -120,7 +120,7 @@ async def test_an_object_of_somebody_else_is_refused_and_named(cluster: Cluster,
     assert denial.ref == Ref(kind, manifest["metadata"]["name"])
     assert denial.missing
     assert "already exists" in denial.why
-    assert "is not this RLJob's" in denial.why
+    assert "does not belong to this RLJob" in denial.why
     assert cluster.plane.api.get(cluster.path(manifest)) == before
 
 
@@ -188,7 +188,7 @@ async def test_a_pod_that_has_lost_its_labels_is_deleted_and_one_that_has_them_i
     assert cluster.plane.api.get(cluster.path(manifest))["metadata"]["uid"] == uid
     cluster.plane.api.patch(cluster.path(manifest), {"metadata": {"labels": {"asyncflow.dev/role": "mine"}}})
     failures = await cluster.apply(manifest)
-    assert "somebody changed its labels" in str(failures.errors[0])
+    assert "its labels were changed" in str(failures.errors[0])
     assert not cluster.plane.api.exists(cluster.path(manifest))
     assert not await cluster.apply(manifest)
 

@@ -168,29 +168,29 @@ BEGUN = WeightsSpec(keep=7)
     ],
 )
 def test_a_job_begins_only_with_a_weight_sync_that_it_may_have(sync: NamedSync, reason: str):
-    weights, why = weights_for("second", sync, staggered=True, begun=None)
+    weights, why = weights_for("second", sync, staggered=True, current=None)
     assert weights is None
     assert why.startswith("spec.weightSync.name = 'shared': ")
     assert reason in why
-    assert weights_for("second", sync, staggered=True, begun=BEGUN) == (BEGUN, why), "one that has begun goes on"
+    assert weights_for("second", sync, staggered=True, current=BEGUN) == (BEGUN, why), "one that has begun goes on"
 
 
 def test_a_job_has_the_fields_of_its_weight_sync_and_follows_changes_of_them():
     sync = NamedSync(name="shared", exists=True, spec=FIELDS, user="first")
-    assert weights_for("first", sync, staggered=True, begun=None) == (WeightsSpec(keep=3, stagger=2), "")
-    assert weights_for("first", sync, staggered=True, begun=BEGUN) == (WeightsSpec(keep=3, stagger=2), "")
+    assert weights_for("first", sync, staggered=True, current=None) == (WeightsSpec(keep=3, stagger=2), "")
+    assert weights_for("first", sync, staggered=True, current=BEGUN) == (WeightsSpec(keep=3, stagger=2), "")
 
 
 def test_a_weight_sync_with_a_stagger_is_for_a_job_whose_rollouts_are_staggered():
     sync = NamedSync(name="shared", exists=True, spec=FIELDS, user="first")
-    weights, why = weights_for("first", sync, staggered=False, begun=None)
+    weights, why = weights_for("first", sync, staggered=False, current=None)
     assert weights is None
     assert why.startswith("spec.weightSync.name = 'shared': it has a stagger")
-    assert weights_for("first", sync, staggered=False, begun=BEGUN) == (BEGUN, why), "one that has begun goes on"
+    assert weights_for("first", sync, staggered=False, current=BEGUN) == (BEGUN, why), "one that has begun goes on"
 
 
 def test_the_transport_stays_although_the_weight_sync_is_made_anew():
     sync = NamedSync(name="shared", exists=True, spec=SyncSpec(transport="mooncake"), user="first")
-    weights, why = weights_for("first", sync, staggered=False, begun=BEGUN)
+    weights, why = weights_for("first", sync, staggered=False, current=BEGUN)
     assert weights == BEGUN
     assert "its transport is mooncake, and was host when the job started" in why
