@@ -246,7 +246,9 @@ class Drivers:
             path = ".".join(map(str, wrong["loc"]))
             raise ProtocolError(f"{path}: {wrong['msg']}"[:_TEXT_BYTES]) from error
         if len(status.rollouts) > rollouts:
-            raise ProtocolError(f"{len(status.rollouts)} rollouts, of a job that has had {known.rollouts}")
+            raise ProtocolError(
+                f"{len(status.rollouts)} rollouts in the answer, of a job that has had {known.rollouts}"
+            )
         return status
 
 

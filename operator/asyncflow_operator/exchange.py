@@ -105,7 +105,7 @@ async def exchange(
             finally:
                 writer.transport.abort()
     except TimeoutError as error:
-        raise DeadlineExceeded(f"no whole answer within {within_s:g} s", where=where) from error
+        raise DeadlineExceeded(f"no complete answer within {within_s:g} s", where=where) from error
     except OSError as error:
         raise PeerLost(f"no connection: {error.strerror or error}", where=where) from error
     except (h11.RemoteProtocolError, _UnusableAnswer) as error:

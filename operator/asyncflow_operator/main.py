@@ -86,7 +86,7 @@ def decide_again(file: Path) -> int:
             click.echo(f"{'/'.join(line['object'])} at {line['at']:.3f}, decided by {line['version']}:")
             for each in found:
                 click.echo(f"  {each}")
-    click.echo(f"{count} decisions made again, {differing} differ")
+    click.echo(f"{count} decisions repeated, {differing} differ")
     if redacted:
         click.echo(f"in {redacted} of them secrets were left out: changes of existing objects were not compared there")
     return FAILED if differing else 0

@@ -115,7 +115,7 @@ async def _defined(api: Api) -> bool:
     try:
         lacking = [kind.plural for kind in CUSTOM_KINDS if not await api.serves(kind)]
     except ApiError as error:
-        _log.warning("could not ask for the definitions", extra={"why": str(error)})
+        _log.warning("could not query the definitions", extra={"why": str(error)})
         return False
     if lacking:
         _log.warning("waiting for the definitions in crds/ to be installed", extra={"why": ", ".join(lacking)})
@@ -129,17 +129,20 @@ async def _is_set(event: asyncio.Event, *, within_s: float) -> bool:
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """Empty base of kopf's comparisons. By default kopf copies every object twice for it, a third of its cost here."""
+    """Empty storage of kopf's base for comparisons.
+
+    By default kopf copies every object twice for that base, which is a third of its cost here.
+    """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
-        """Return an empty essence."""
+        """Return an empty base."""
         return kopf.BodyEssence({})
 
     def fetch(self, **_: Any) -> None:
-        """Return nothing: nothing is remembered of an object."""
+        """Return None, because no base is stored."""
 
     def store(self, **_: Any) -> None:
-        """Remember nothing."""
+        """Store nothing."""
 
 
 def _feed(store: ObjectStore, kind: Kind) -> Handler:

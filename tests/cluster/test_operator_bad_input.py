@@ -36,13 +36,13 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
-    "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
+    "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "the policy that refuses it")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
     "secretless": ("WhyPending", "ContainerConfig", ('secret "no-such" not found', "Create the missing object")),
     "claimless": (
         "WhyPending",
         "ClaimMissing",
-        ("claimless-controller-0", "no-such-claim", "Make it, or"),
+        ("claimless-controller-0", "no-such-claim", "Create it, or"),
     ),
     "greedy": ("WhyPending", "Unschedulable", ("greedy-trainer-0 needs 600 CPU on one node; the largest free is 19",)),
     "configured": ("WhyPending", "Denied", ('configmaps "configured" already exists', "give this job another name")),

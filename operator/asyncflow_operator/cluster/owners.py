@@ -159,7 +159,7 @@ def _only_on_one_machine(model: Any) -> Iterator[Problem]:
         yield Problem(
             place=("spec", "trainer", "external"),
             value=True,
-            reason="not yet: a trainer of one's own joins jobs of one machine",
+            reason="not supported yet: an external trainer can join jobs of one machine only",
             fix="Leave it out, or run the job with asyncflow.init_engines",
         )
 

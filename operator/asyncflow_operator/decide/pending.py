@@ -145,7 +145,8 @@ def why_lacking(
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
         return Obstacle(
-            "NotReady", f"{counts}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready"
+            "NotReady",
+            f"{counts}: {pod.name} on {pod.node} is not ready. Check its log, and whether that node is Ready",
         )
     return Obstacle("Starting", f"{counts}; {'it is being replaced' if ran else 'the rest starts after them'}")
 

@@ -62,7 +62,9 @@ def decide_queue(state: TransferQueueState, *, now: float, desired: DesiredQueue
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if state.job is not None:
         setting = _of_job(state, state.job)
-        accept(draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change that instead")
+        accept(
+            draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change the RLJob instead"
+        )
     elif state.queue is not None:
         setting = _alone(state, state.queue)
         accept(draft, problem=state.problem, reason=state.problem_reason)

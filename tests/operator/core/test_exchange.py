@@ -140,7 +140,7 @@ async def test_a_drip_ends_with_the_deadline(server: Server) -> None:
             await writer.drain()
             await asyncio.sleep(0.02)
 
-    with pytest.raises(DeadlineExceeded, match=r"no whole answer within 0\.3 s"):
+    with pytest.raises(DeadlineExceeded, match=r"no complete answer within 0\.3 s"):
         await server.ask(talk, within_s=0.3)
 
 

@@ -56,7 +56,7 @@ def test_a_job_that_has_begun_goes_on_by_the_last_accepted_spec() -> None:
 def test_a_trainer_of_ones_own_does_not_join_a_job_of_a_cluster_yet() -> None:
     view = seen(raw(trainer={"external": True}))
     assert (view.model, view.problem_reason) == (None, "NotYet")
-    assert "spec.trainer.external = true: not yet" in view.problem
+    assert "spec.trainer.external = true: not supported yet" in view.problem
 
 
 @pytest.mark.parametrize("replicas", [-1, 0, 5, 10_000, "3", True, None, {}])

@@ -190,7 +190,7 @@ def test_in_a_namespace_that_ends_nothing_is_made():
 
 @pytest.mark.parametrize("reason", ["Invalid", "NotYet"])
 def test_a_spec_that_the_contract_refuses_is_reported_and_left_alone(reason):
-    problem = "spec.trainer.external = true: not yet: a trainer of one's own joins jobs of one machine"
+    problem = "spec.trainer.external = true: not supported yet: an external trainer can join jobs of one machine only"
     pods = (pod_view("driver"), pod_view("rollout"))
     state = JobState(owner=owner(), job=None, problem=problem, problem_reason=reason, pods=pods)
     plan = decide_job(state, now=START, desired=DESIRED)

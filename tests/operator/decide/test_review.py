@@ -71,7 +71,7 @@ def test_every_decision_is_the_same_when_it_is_made_again(lived: Path) -> None:
         assert list(differences(*decide_again(line))) == []
     done = CliRunner().invoke(app, ["decide-again", str(lived)], standalone_mode=False)
     assert done.return_value == 0, done.output
-    assert f"{len(found)} decisions made again, 0 differ" in done.output
+    assert f"{len(found)} decisions repeated, 0 differ" in done.output
 
 
 def test_a_decision_that_would_be_another_one_today_is_found(lived: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_decision_that_would_be_another_one_today_is_found(lived: Path, tmp_pa
     (tmp_path / NEWEST).write_text(json.dumps(line) + "\n")
     done = CliRunner().invoke(app, ["decide-again", str(tmp_path / NEWEST)], standalone_mode=False)
     assert done.return_value == 1
-    assert "1 decisions made again, 1 differ" in done.output
+    assert "1 decisions repeated, 1 differ" in done.output
     assert "notes" in done.output
 
 
