@@ -60,7 +60,7 @@ _FOLDER: Final = click.option(
 @click.argument("pod", required=False)
 @_FOLDER
 def explain(name: str, pod: str | None, folder: Path) -> int:
-    """Print the decisions about a job, a queue or a WeightSync, or about one POD of it; exit status 1 without any."""
+    """Print the decisions about a job, a queue or a WeightSync, or one POD of it; exit status 1 if there are none."""
     from asyncflow_operator.review import sentences
 
     namespace, _, owner = name.rpartition("/")
@@ -93,7 +93,7 @@ def decide_again(file: Path) -> int:
 
 
 def _decisions(where: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, or of one of its files. Raises ManifestError if no log exists or it is unreadable."""
+    """Return the lines of a log, or of one of its files. Raises ManifestError if there is no readable log."""
     from asyncflow_operator.decisions import files_of, read_decisions
 
     files = files_of(where) if where.is_dir() else [where]

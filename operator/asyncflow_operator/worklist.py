@@ -70,7 +70,7 @@ class Worklist(Generic[K]):
         return len(self._due)
 
     def mark(self, key: K, *, after_s: float = 0.0) -> None:
-        """Make ``key`` due in at most ``after_s`` seconds, or when its backoff ends if that is later."""
+        """Make ``key`` due in at most ``after_s`` seconds, but not before the end of its backoff or cooldown."""
         due = max(self._clock() + after_s, self._not_before.get(key, 0.0))
         if due < self._due.get(key, float("inf")):
             self._due[key] = due

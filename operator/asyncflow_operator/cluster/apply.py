@@ -186,8 +186,8 @@ class PlanExecutor:
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
         """Repair and return an object of the owner that no watch reports because its labels were removed.
 
-        A pod without its labels is covered by no NetworkPolicy, so it is deleted. Returns None for a pod that has its
-        labels. Raises Refusal for an object of another owner.
+        Returns None for a pod that has its labels. A pod without them is covered by no NetworkPolicy, so it is deleted,
+        and Refusal is raised. Also raises Refusal for an object of another owner.
         """
         name = manifest["metadata"]["name"]
         found = await self._api.find(kind, owner.namespace, name)

@@ -121,7 +121,10 @@ class ObjectStore:
             self._changed(entry.group, kind, entry.view, None)
 
     def retain(self, kind: str, namespace: str, listed: Collection[str], version: int) -> None:
-        """Remove the objects of a kind that are not in a list. namespace: "" for all; version: that of the list."""
+        """Remove the objects of a kind that are neither in a list nor newer than it.
+
+        namespace: the namespace of the list, "" for all; listed: the UIDs in the list; version: its resource version.
+        """
         lost = [
             (where, name, entry.uid)
             for where, name, entry in self.all(kind)

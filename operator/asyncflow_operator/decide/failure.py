@@ -26,7 +26,7 @@ from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import PodView
 
 SETTLED_S: Final = 20.0
-"""Seconds after which a process counts as able to run, so that its next end is the first one of a new row."""
+"""Seconds after which a process counts as able to run, so that its end starts a new count of ends in a row."""
 LONGEST_S: Final = 60.0
 """Longest delay of a restart in seconds."""
 COUNTED: Final = 256

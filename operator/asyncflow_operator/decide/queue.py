@@ -1,7 +1,7 @@
 """Decision about one TransferQueue, of a job or without one: its controllers and storage units.
 
-A job's own queue has pods while its job is active; when the job ends, it deletes them. The ends of controllers and
-units are recorded here. The condition Degraded reports a failure that no restart fixes, and the job reads it.
+A job's own queue has pods while its job is active; the job deletes them when it ends. The ends of controllers and units
+are recorded here. The condition Degraded reports a failure that no restart fixes, and the job reads it.
 
 Invariant: the units of a queue are numbered 0 to n - 1, and are added and removed at the upper end only. A unit that is
 removed has ``LEAVE_S`` seconds to move its rows to the others, and its holder is removed after it.
