@@ -84,10 +84,8 @@ class Plan:
     """Actions to take now, in order: the write of ``status`` (None: unchanged), each stage in turn, then the notes.
 
     The actions of a stage are independent of each other. An action of a later stage depends only on its ``needs``.
-
-    again_in_s: when to reconcile again without an observed change; None: only after a change.
-    records: entries to add to the field ``secrets`` of the status once an object has been written, by object.
-    after: the status to which these entries are added.
+    again_in_s: when to reconcile again without an observed change; None: only after a change. records: entries to add
+    to ``secrets`` of the status ``after`` once an object has been written, by object.
     """
 
     status: Manifest | None = None

@@ -36,10 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """Writer of the log in ``folder``, of at most ``limit`` bytes.
-
-    key: the key of fingerprints; settings: the operator's settings on which its decisions depend.
-    """
+    """Writer of the log in ``folder``, of at most ``limit`` bytes. key: for fingerprints; settings: of the operator."""
 
     def __init__(self, folder: Path, *, limit: int, key: bytes, settings: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -62,9 +59,8 @@ class DecisionLog:
     ) -> None:
         """Write a decision if its plan has actions or events.
 
-        left: objects that were not retried yet after an earlier refusal.
-        denied: objects that the server refused now, or at which it failed.
-        errors: all other failures.
+        left: objects that were not retried yet after an earlier refusal; denied: objects that the server refused now,
+        or at which it failed; errors: all other failures.
         """
         if not any(plan.stages) and not plan.notes:
             return

@@ -72,12 +72,9 @@ class RunningDriver:
 class _Known:
     """Record of one driver.
 
-    due: time of the next poll.
-    slow_at: time of its last slow exchange, or of its first observation.
+    due: time of the next poll; slow_at: time of its last slow exchange, or of its first observation.
     rollouts: largest number of rollouts that its job has had at a time.
-    orders: paths to POST, in order; ``ordered`` is set while there are any.
-    declined: number of orders in a row that it did not accept.
-    reported: the last probe that was reported as a change, at ``reported_at``.
+    orders: paths to POST, in order; ``ordered`` is set while there are any; declined: refused orders in a row.
     """
 
     driver: RunningDriver
@@ -100,8 +97,7 @@ class Drivers:
     certificate: returns the files of the operator's certificate for a job.
     running: returns the running drivers; a new pod counts as a new driver without a status.
     changed: called with the owner of each driver that has a change to report or did not accept an order.
-    probed: called with the outcome and the seconds of each status request.
-    ordered: called with the outcome of each order.
+    probed: called with outcome and seconds of each status request; ordered: called with the outcome of each order.
     """
 
     def __init__(
@@ -246,9 +242,7 @@ class Drivers:
             path = ".".join(map(str, wrong["loc"]))
             raise ProtocolError(f"{path}: {wrong['msg']}"[:_TEXT_BYTES]) from error
         if len(status.rollouts) > rollouts:
-            raise ProtocolError(
-                f"{len(status.rollouts)} rollouts in the answer, of a job that has had {known.rollouts}"
-            )
+            raise ProtocolError(f"{len(status.rollouts)} rollouts listed, of a job that has had {known.rollouts}")
         return status
 
 

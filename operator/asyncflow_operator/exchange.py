@@ -46,10 +46,7 @@ class TlsIdentities:
     peer: str
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of a handshake: the trusted authority and the own certificate.
-
-        The key is never written to a disk.
-        """
+        """Return the trusted authority and the own certificate for a handshake. The key is never written to a disk."""
         authority, certificate, key = (self.files[name] for name in CERTIFICATE_FILES)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -81,7 +78,6 @@ async def exchange(
     """Send a request without a body and return its final answer.
 
     limit: most bytes to receive; within_s: seconds for the whole exchange; tls: the identities if the scheme is https.
-
     Raises DeadlineExceeded; PeerLost if there is no connection or one side refuses the other's certificate; and
     ProtocolError if another process answers, or the answer is too large, encoded, not JSON or not HTTP.
     """

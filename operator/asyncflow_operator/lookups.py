@@ -44,10 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """Free capacity of the nodes as last read.
-
-    wanted: returns whether any pod is unschedulable; changed: called after each complete read.
-    """
+    """Free capacity of the nodes. wanted: returns whether a pod is unschedulable; changed: called after each read."""
 
     def __init__(self, api: Api, *, wanted: Callable[[], bool], changed: Callable[[], None]) -> None:
         self._api = api
@@ -106,10 +103,7 @@ def take(free: Mapping[str, dict[str, float]], spec: Json) -> None:
 
 
 def needs(spec: Json) -> dict[str, float]:
-    """Return the requests that the scheduler counts for a pod, by resource, with its overhead.
-
-    These are the sum of its containers, or the requests of its largest init container if they are more.
-    """
+    """Return a pod's requests by resource: its containers' sum, or its largest init container's if that is more."""
     together: dict[str, float] = defaultdict(float)
     for container in spec.get("containers") or ():
         _add(together, container)

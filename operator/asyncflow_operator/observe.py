@@ -63,9 +63,8 @@ class _Denied:
 class RefusalRecord:
     """Record of the server's refusals: refused objects, and namespaces that are being deleted.
 
-    A refused object is retried after a pause that grows with each refusal, or immediately when the spec changes; work
-    on all other objects continues. A namespace may be created again under its name, so a record that it is being
-    deleted expires after ``ENDING_S`` seconds.
+    A refused object is retried after a pause that grows with each refusal, or immediately when the spec changes. A
+    namespace may be created again, so a record that it is being deleted expires after ``ENDING_S`` seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,10 +76,7 @@ class RefusalRecord:
     def note(
         self, key: Key, generation: int, denials: Collection[Denial], *, tried: Collection[Ref], ends: bool
     ) -> None:
-        """Record the outcome of a plan for a custom resource.
-
-        tried: the objects that the plan tried to write; ends: whether the namespace is being deleted.
-        """
+        """Record a plan's outcome. tried: objects that it tried to write; ends: the namespace is being deleted."""
         if ends:
             self._ending[key.namespace] = self._clock() + ENDING_S
         known = self._denied.get(key)
@@ -135,10 +131,8 @@ class RefusalRecord:
 class Observer:
     """Reader of the store.
 
-    probe: returns the last answer of a driver, by the job's UID.
-    nodes: returns the free resources of the nodes, None if they have not been read.
-    find: returns a cluster-scoped object that a job refers to, None if it has not been read yet.
-    references: the references between custom resources.
+    probe: returns the last answer of a driver, by the job's UID; nodes: returns the free resources of the nodes, None
+    if they have not been read; find: returns a cluster-scoped object that a job refers to, None if it was not read yet.
     """
 
     def __init__(

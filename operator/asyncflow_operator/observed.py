@@ -33,8 +33,7 @@ class Ref:
 class Denial:
     """Refusal by the API server. why: its message.
 
-    missing: whether the object does not exist because of the refusal.
-    failed: whether the server failed, independently of the object.
+    missing: whether the object does not exist because of it; failed: whether the server failed, whatever the object.
     """
 
     ref: Ref
@@ -68,9 +67,7 @@ class PodView:
     outdated: whether the pod has not started and the spec in force would build it differently.
     phase: the pod's phase, or the result of its main container once that has ended, even if other containers run.
     leftover: whether other containers still run after the main one has ended.
-    scheduled: whether it has a node.
-    unschedulable: the scheduler's message.
-    gates, finalizers: its scheduling gates and its finalizers.
+    scheduled: whether it has a node; unschedulable: the scheduler's message; gates: its scheduling gates.
     unreachable: whether its node does not answer.
     ends_by: end of the grace period of its deletion, in unix seconds by the clock of this machine.
     forced: whether it was deleted without a grace period, so that only finalizers keep it.
@@ -132,9 +129,8 @@ class ObjectView:
 
     digest: digest of the manifest that was applied.
     held: the fields that this operator manages, as the API server records them, "" if they are not compared.
-    phase: the phase if the kind has one; for a Workload, its latest transition.
-    said: for a Workload, the message that explains its phase.
-    conditions: for a Workload, its conditions, written by Kueue and the operator, at the resource version ``version``.
+    phase: the phase if the kind has one; for a Workload, its latest transition, which ``said`` explains.
+    conditions, version: for a Workload, its conditions and the resource version that has them.
     assigned: for a Workload, the settings assigned to each role.
     """
 
@@ -191,10 +187,8 @@ class JobState:
 
     job: the spec in force: the newest spec, or the last accepted one if the newest is refused; None without any.
     problem, problem_reason: why the newest spec is refused, "" if it is not.
-    status: as last written.
     queue: the status of the job's own TransferQueue as last written, None if it does not exist yet.
-    pods: the pods of all roles, including those of the job's own TransferQueue.
-    objects: all other objects that carry the job's label.
+    pods: the pods of all roles and of the job's own TransferQueue; objects: all other objects with the job's label.
     scaled_by: foreign field managers of spec.rollout.replicas.
     namespace_ending: whether the namespace is being deleted, so that nothing can be created in it.
     denied: the API server's refusals for this job (a quota ...).
@@ -222,9 +216,8 @@ class JobState:
 class TransferQueueState:
     """Input of the decision about one TransferQueue.
 
-    queue: the spec in force, as in a JobState.
-    job: the state of the job that it belongs to, None if it belongs to none.
-    nodes: as in a JobState; None if it belongs to a job, whose state has them.
+    queue: the spec in force, as in a JobState; job: the state of its job, None without one; nodes: as in a JobState,
+    None for the queue of a job.
     """
 
     owner: Owner
@@ -245,8 +238,7 @@ class SyncState:
     """Input of the decision about one WeightSync.
 
     job: the state of the job whose versions it shows, None if there is none or it publishes a model itself.
-    pods, objects, probe, denied, nodes: of its publisher, as in a JobState. A WeightSync for followers of a job has no
-        pods, and its objects are the manifest that followers read.
+    pods, objects, probe, denied, nodes: of its publisher, as in a JobState. For followers, objects has their manifest.
     """
 
     owner: Owner

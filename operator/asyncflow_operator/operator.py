@@ -302,8 +302,7 @@ class Operator:
 async def _first(tasks: set[asyncio.Task[Any]], *, until: Coroutine[Any, Any, Any] | None = None) -> bool:
     """Wait until one of ``tasks`` or ``until`` ends, and return whether ``until`` did. Raises the failure of a task.
 
-    When kopf fails, it cancels every task in the loop before it raises, so a cancelled task counts as ended; the
-    caller raises kopf's error afterwards.
+    When kopf fails, it first cancels every task in the loop, so a cancelled task counts as ended without an error.
     """
     waited = None if until is None else asyncio.create_task(until)
     try:

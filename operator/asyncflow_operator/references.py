@@ -55,9 +55,6 @@ class References:
         return frozenset(self._by.get(key, ()))
 
     def around(self, key: Key) -> frozenset[Key]:
-        """Return the objects whose decisions depend on ``key``.
-
-        These are the objects that name it, the object that it names, and the other objects that name the same one.
-        """
+        """Return the objects that name ``key``, the object that ``key`` names, and the others that name that object."""
         named = self._named.get(key)
         return self.by(key) if named is None else self.by(key) | {named} | self.by(named) - {key}

@@ -156,10 +156,8 @@ def _is(resource: CustomResource, condition: str) -> bool:
 
 
 def _budgets(job: CustomResource) -> dict[str, float]:
-    """Return the share of its restart budget that each role of a job has used, by kind of role.
-
-    Roles without restarts or without a budget are left out. The result is empty for a job that is suspended or has
-    ended, because its processes are not restarted.
+    """Return the used share of each role's restart budget, by kind of role. Roles without restarts or budget are left
+    out, and so are jobs that are suspended or have ended.
     """
     restarts = job.status.restarts
     if job.model is None or not restarts or job.status.phase not in ACTIVE:
@@ -175,8 +173,7 @@ def _budgets(job: CustomResource) -> dict[str, float]:
 class HealthChecks:
     """Measurements that ``/healthz`` reports.
 
-    work_s: returns the seconds without progress on due objects.
-    watch_s: returns the seconds without activity of the least recently active watch.
+    work_s, watch_s: return the seconds without progress on due objects, and without activity of the least active watch.
     """
 
     def __init__(self, *, work_s: Callable[[], float], watch_s: Callable[[], float], metrics: Metrics) -> None:

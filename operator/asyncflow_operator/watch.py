@@ -129,10 +129,7 @@ async def _is_set(event: asyncio.Event, *, within_s: float) -> bool:
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """Empty storage of kopf's base for comparisons.
-
-    By default kopf copies every object twice for that base, which is a third of its cost here.
-    """
+    """Empty storage of kopf's base for comparisons, for which kopf would copy every object twice."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """Return an empty base."""
@@ -187,9 +184,7 @@ def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float]) -> A
 class ClusterWatch:
     """All watches.
 
-    mark: called with each key to reconcile.
-    renew: called with each key that is new, was deleted, or has another spec.
-    now: returns unix seconds.
+    mark: called with each key to reconcile; renew: called with each key that is new, was deleted, or has another spec.
     """
 
     def __init__(
@@ -326,8 +321,7 @@ class ClusterWatch:
 def _decisive(before: CustomResource | None, after: CustomResource | None) -> bool:
     """Return whether a change of a custom resource may change decisions about jobs and WeightSyncs that refer to it.
 
-    Those decisions depend on its spec in force, its owner and, for a job, its phase. A WeightSync also shows figures of
-    its job.
+    Those decisions depend on its spec in force, its owner and, for a job, its phase.
     """
     if before is None or after is None or before.model is not after.model:
         return True

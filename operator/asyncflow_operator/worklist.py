@@ -33,17 +33,13 @@ def backoff(
 ) -> float:
     """Return the seconds to wait before the next attempt, after this number of failures in a row (at least one).
 
-    The pause doubles with each failure, from ``first_s`` up to ``longest_s``. ``uniform`` draws the jitter, which
-    shortens it by at most a quarter.
+    It doubles from ``first_s`` up to ``longest_s``. ``uniform`` draws the jitter, which shortens it by up to a quarter.
     """
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 16)) * uniform(0.75, 1.0)
 
 
 class Worklist(Generic[K]):
-    """Keys to work on.
-
-    clock: returns seconds; waited: called with the seconds that a due key waited; rng: generator for the jitter.
-    """
+    """Keys to work on. clock: returns seconds; waited: called with a due key's waiting time; rng: for the jitter."""
 
     def __init__(
         self,

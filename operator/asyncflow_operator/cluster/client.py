@@ -92,11 +92,7 @@ class Expired(ApiError):
 
 
 class Refusal(ApiError):
-    """The server refused a call.
-
-    status: HTTP status; reason: the field ``reason`` of the answer; about: the resource that the answer names, "" for
-    none; causes: the reasons in ``details.causes``.
-    """
+    """The server refused a call. status: HTTP status; reason, about, causes: fields of the answer, "" if absent."""
 
     code = "api_refusal"
 
@@ -131,10 +127,7 @@ class Refusal(ApiError):
 
     @property
     def replaced(self) -> bool:
-        """Return whether the object with the requested UID no longer exists.
-
-        This is read from the message, because a conflict about a changed object or a changed quota has the same status.
-        """
+        """Return whether the object with the requested UID no longer exists, which only the message shows."""
         return self.status in (409, 422) and _UID.search(self.what) is not None
 
     @property
@@ -177,10 +170,7 @@ def _fenced(api: Api) -> type[aiohttp.ClientRequest]:
 
 
 class Api:
-    """Client of one server, as one user.
-
-    may_write: called before each write is sent; if it returns False, the call raises NotLeading.
-    """
+    """Client of one server, as one user. may_write: called before each write; if it is False, NotLeading is raised."""
 
     def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
         configuration.client_session_kwargs = {
@@ -342,10 +332,7 @@ class Api:
         metadata_only: bool = False,
         size: int = 500,
     ) -> AsyncIterator[Json]:
-        """Yield a list page by page, so that at most ``size`` objects are in memory.
-
-        A page that is too large is requested again in smaller pages. Raises Expired if the list expires between pages.
-        """
+        """Yield a list in pages of at most ``size`` objects, smaller if a page is too large. Raises Expired."""
         query = {"limit": str(size)}
         query |= {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
         accept = METADATA_LIST if metadata_only else JSON
@@ -375,9 +362,8 @@ class Api:
     ) -> AsyncIterator[list[Json]]:
         """Yield the changes after version ``since`` as they arrive, in batches, until the server ends the stream.
 
-        Raises Expired if ``since`` is too old, and Unreachable if no message, not even a bookmark, came for ``idle_s``
-        seconds. If the server is too busy to start the watch, waits for the time that it requests and raises
-        Unreachable; the watch may then be continued at ``since``.
+        Raises Expired if ``since`` is too old, and Unreachable if no message came for ``idle_s`` seconds or the server
+        is too busy; in that case it waits for the requested time first, and the watch may be continued at ``since``.
         """
         query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
         query |= {"labelSelector": labels} if labels else {}

@@ -32,10 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Informer:
-    """Informer of one kind in one namespace, or in all namespaces ("").
-
-    last_message: time of the last message from the server.
-    """
+    """Informer of one kind in one namespace, or in all (""). last_message: time of the last message from the server."""
 
     def __init__(
         self,
@@ -61,10 +58,7 @@ class Informer:
 
     @property
     def last_activity(self) -> float:
-        """Return the time of the last message or retry, infinite before the start.
-
-        An informer that retries while the server is unreachable is active.
-        """
+        """Return the time of the last message or retry, infinite before the start."""
         return max(self.last_message, self._retried)
 
     def exists(self) -> None:
@@ -126,10 +120,7 @@ class Informer:
             if isinstance(error, (Expired, Refusal)):
                 raise
             pauses = True
-            _log.info(
-                "watch broke off, continuing at its last version",
-                extra={"resource": self.kind.plural, "why": str(error)},
-            )
+            _log.info("watch broke off, continuing", extra={"resource": self.kind.plural, "why": str(error)})
         if pauses:
             await self._pause()
         return version

@@ -19,11 +19,9 @@ Watched = Literal["whole", "metadata", "never"]
 class Kind:
     """One kind of object.
 
-    api_version: ``group/version`` or ``v1``.
-    plural: its name in paths.
+    api_version: ``group/version`` or ``v1``; plural: its name in paths; older: the version of older clusters.
     watched: which part of an object the informer requests: ``whole`` if decisions depend on more than the metadata.
     optional: whether a cluster may lack the kind.
-    older: the older version that a cluster may have instead, "" for none.
     """
 
     name: str
@@ -46,10 +44,7 @@ class Kind:
         return replace(self, api_version=version)
 
     def written(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``manifest``, written for the newest version that this operator knows, converted to this version.
-
-        A Workload of v1beta1 names its priority class by other fields; all other fields are the same.
-        """
+        """Return ``manifest`` in this version: an older Workload names its priority class by other fields."""
         if manifest["apiVersion"] == self.api_version:
             return dict(manifest)
         older = {**manifest, "apiVersion": self.api_version}

@@ -121,10 +121,7 @@ class ObjectStore:
             self._changed(entry.group, kind, entry.view, None)
 
     def retain(self, kind: str, namespace: str, listed: Collection[str], version: int) -> None:
-        """Remove the objects of a kind that are neither in a list nor newer than it.
-
-        namespace: the namespace of the list, "" for all; listed: the UIDs in the list; version: its resource version.
-        """
+        """Remove the objects of a kind that are not among the UIDs of a list, unless they are newer than the list."""
         lost = [
             (where, name, entry.uid)
             for where, name, entry in self.all(kind)

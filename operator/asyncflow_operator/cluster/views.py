@@ -163,10 +163,8 @@ def digest_of(raw: Json) -> str:
 
 
 def held_of(raw: Json, *, kind: str) -> str:
-    """Return the fields of an object that this operator manages, as JSON.
-
-    Returns "" for a kind that is not restored, and for an object without ``managedFields``. Objects with the same
-    fields share one string.
+    """Return the fields of an object that this operator manages, as JSON; "" for a kind that is not restored, and for
+    an object without ``managedFields``. Objects with the same fields share one string.
     """
     record = raw["metadata"].get("managedFields")
     if kind not in _RESTORED or not record:
@@ -214,27 +212,21 @@ def _holds(conditions: Mapping[str, Json], kind: str) -> bool:
 
 
 def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
-    """Return whether the node controller has marked a pod because its node does not answer.
-
-    The node controller sets ``Ready`` to false and leaves ``ContainersReady``; without readiness gates, a kubelet
-    always sets both to the same value.
+    """Return whether the node controller has marked a pod of a silent node: it sets only ``Ready`` to false, whereas a
+    kubelet sets ``Ready`` and ``ContainersReady`` to the same value unless there are readiness gates.
     """
     return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
 
 
 def _not_after_now(time: str | None, before: float | None, now: float) -> float | None:
-    """Return the time that a kubelet reports for an event, or the time of its first observation if that is earlier.
-
-    If the clock of a node were fast, waits that start at the reported time would last too long.
-    """
+    """Return the time that a kubelet reports, or that of its first observation if earlier, as clocks may be fast."""
     at = seconds(time)
     return None if at is None else min(at, now if before is None else before)
 
 
 def _ends_by(meta: Json, before: PodView | None, now: float) -> float | None:
-    """Return the end of the grace period of a deletion, counted from the first observation of the deletion.
-
-    The clocks of two machines are not compared: a fast one would shorten the time in which a process saves its work.
+    """Return the end of the grace period of a deletion, counted from its first observation: with the deletion time of
+    another machine, a fast clock could shorten the time in which a process saves its work.
     """
     if "deletionTimestamp" not in meta:
         return None
@@ -243,9 +235,8 @@ def _ends_by(meta: Json, before: PodView | None, now: float) -> float | None:
 
 
 def _unseen(container: Json) -> Json:
-    """Return the end of a container that is lost from its node, {} for any other container.
-
-    The kubelet reports that end as the last state and the container as waiting, although it is not started again.
+    """Return the end of a container that its node has lost, {} for any other: the kubelet reports it as the last state,
+    and the container as waiting, although it is not started again.
     """
     ended = (container.get("lastState") or {}).get("terminated") or {}
     return ended if ended.get("reason") == _UNSEEN else {}

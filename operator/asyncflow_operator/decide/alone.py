@@ -32,11 +32,8 @@ def make_alone(
 ) -> None:
     """Add the creation of pods, and the writes of the objects that all pods need, to the draft.
 
-    made, pod: the replicas to create, and a function that returns the manifest of each.
-    external_roles: roles outside the pods that get a certificate.
-    pods: the existing pods.
-    supporting: the writes that objects other than Secrets need.
-    denied: the API server's refusals.
+    made, pod: the replicas to create, and a function that returns the manifest of each. external_roles: roles outside
+    the pods that get a certificate. supporting: required writes of objects other than Secrets.
     """
     made = tuple(made)
     secrets = secret_upkeep(

@@ -150,10 +150,8 @@ def _may_save(state: JobState) -> bool:
 
 
 def _pods_to_keep(state: JobState, *, keeps_failures: bool) -> set[str]:
-    """Return the UIDs of the pods that stay for their logs: the driver and, in a failed job, the failed pods.
-
-    keeps_failures: whether a failed job keeps pods. A pod in which a sidecar still runs is not kept, because it would
-    hold resources of its node.
+    """Return the UIDs of the pods that stay for their logs: the driver and, in a failed job, the failed pods. A pod in
+    which a sidecar still runs is not kept, because it would hold resources of its node.
     """
     failed = state.status.phase == "Failed"
     if failed and not keeps_failures:

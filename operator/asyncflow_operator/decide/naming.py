@@ -45,9 +45,7 @@ def weights_for(
     elif sync.user not in ("", job):
         why = f"RLJob {sync.user} uses that WeightSync, and it serves one job only. Create another one"
     elif current is not None and sync.spec.transport != current.transport:
-        why = (
-            f"its transport is {sync.spec.transport}, and was {current.transport} when the job started. Change it back"
-        )
+        why = f"its transport is {sync.spec.transport}, and was {current.transport} when the job started. Restore it"
     elif sync.spec.stagger is not None and not staggered:
         why = "it has a stagger, and this job's updates are not staggered. Remove stagger from it"
     else:

@@ -55,10 +55,7 @@ class Obstacle:
 
 
 def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
-    """Return the first obstacle to ``roles`` of a valid job, None if there is none.
-
-    A refused change of an existing object is the last obstacle in this order.
-    """
+    """Return the first obstacle to ``roles`` of a valid job, None if there is none."""
     if state.namespace_ending:
         return Obstacle("NamespaceTerminating", "The namespace is being deleted, so nothing can be created in it")
     is_refused = any(denial.missing for denial in state.denied)
@@ -70,10 +67,7 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
 def why_waiting(
     roles: Sequence[Role], state: JobState | TransferQueueState | SyncState, *, gang: str = "none"
 ) -> Obstacle | None:
-    """Return the first obstacle: a refused creation, otherwise a blocked pod of ``roles``, otherwise a refused change.
-
-    None if there is none of these.
-    """
+    """Return the first obstacle, None for none: a refused creation, a blocked pod of ``roles``, or a refused change."""
     if missing := [denial for denial in state.denied if denial.missing]:
         return why_denied(missing)
     waiting = [pod for role in roles for pod in _of(role, state.pods) if _is_blocked(pod)]
@@ -90,20 +84,14 @@ def why_waiting(
 
 
 def why_denied(denied: Sequence[Denial]) -> Obstacle:
-    """Return the API server's refusals as one obstacle.
-
-    It describes the first of them: missing objects come first, then refusals that a user must fix, then pods.
-    """
+    """Return the refusals as one obstacle: missing objects first, of these what a user must fix, and pods first."""
     first, *others = sorted(
         denied, key=lambda denial: (not denial.missing, denial.failed, denial.ref.kind != "Pod", denial.ref)
     )
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} not written)" if others else ""
     unaffected = "" if first.missing else ". Running pods are not affected"
     if first.failed:
-        remedy = (
-            "It is retried automatically; if it persists, check the API server, its webhooks and the operator's "
-            "credentials"
-        )
+        remedy = "It is retried; if it persists, check the API server, its webhooks and the operator's credentials"
         return Obstacle("ApiFailed", f"The API server failed at {_short(str(first))}{more}. {remedy}{unaffected}")
     return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{unaffected}")
 
@@ -130,24 +118,17 @@ def why_lacking(
         return Obstacle("NodeLost", f"{counts}: {pod.node} does not answer. {reaction}")
     if deleting := [pod for pod in affected if pod.deleting]:
         pod = deleting[0]
-        latest = f"at the latest {duration(OVERDUE_S)} after its grace period"
-        return Obstacle(
-            "Terminating", f"{counts}: {pod.name} is being deleted on {pod.node} and replaced then, {latest}"
-        )
+        limit = f"at the latest {duration(OVERDUE_S)} after its grace period"
+        return Obstacle("Terminating", f"{counts}: {pod.name} is being deleted on {pod.node}, then replaced, {limit}")
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
         pod = attaching[0]
         what = f"{pod.name} on {pod.node} waits for the volume of {', '.join(pod.claims)}"
         rule = "A ReadWriteOnce volume stays attached to a lost node for 6 minutes"
-        remedy = (
-            "To detach it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-        )
+        remedy = "To detach it: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
         return Obstacle("VolumeAttach", f"{counts}: {what}. {rule}. {remedy}")
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
-        return Obstacle(
-            "NotReady",
-            f"{counts}: {pod.name} on {pod.node} is not ready. Check its log, and whether that node is Ready",
-        )
+        return Obstacle("NotReady", f"{counts}: {pod.name} on {pod.node} is not ready. Check its log and its node")
     return Obstacle("Starting", f"{counts}; {'it is being replaced' if ran else 'the rest starts after them'}")
 
 

@@ -63,11 +63,7 @@ def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bo
 def reached(
     before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
 ) -> Phase:
-    """Return the phase of an active job.
-
-    begun: whether the trainer's gang is recorded as started, without which the job is not Starting; this avoids a
-    separate write of the status.
-    """
+    """Return the phase of an active job. begun: whether the gang is recorded as begun, so that no write is added."""
     if before == "Running" or not lacking(roles, ready):
         return "Running"
     starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))

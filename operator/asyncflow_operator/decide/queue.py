@@ -37,12 +37,7 @@ FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Setting of a queue.
-
-    roles: its own roles; all_roles: all roles whose readiness matters; pods: the pods of all those roles; active:
-    whether it has pods; ran: whether its job was running, or it was ready, at the last decision; admitted: whether the
-    gang scheduler allows pods.
-    """
+    """Setting of a queue: its own roles, all roles that it waits for and their pods, and whether it may have pods."""
 
     roles: tuple[Role, ...]
     all_roles: tuple[Role, ...]
@@ -62,9 +57,7 @@ def decide_queue(state: TransferQueueState, *, now: float, desired: DesiredQueue
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if state.job is not None:
         setting = _of_job(state, state.job)
-        accept(
-            draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change the RLJob instead"
-        )
+        accept(draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change that instead")
     elif state.queue is not None:
         setting = _alone(state, state.queue)
         accept(draft, problem=state.problem, reason=state.problem_reason)

@@ -61,9 +61,8 @@ class ReplicaMoves:
 
 
 def removed(pods: Iterable[PodView], alarm: Alarm, *, why: str) -> tuple[Delete, ...]:
-    """Return the deletions of ``pods``; a pod whose node does not confirm its deletion is deleted without grace period.
-
-    Other pods that are already being deleted are left out. why: the reason in words.
+    """Return the deletions of those of ``pods`` that are not being deleted yet and, without a grace period, of those
+    whose node does not confirm the deletion. why: the reason in words.
     """
     wanted = ((pod, None if not pod.deleting else 0) for pod in pods if not pod.deleting or _held_by_node(pod, alarm))
     return tuple(Delete(ref=Ref("Pod", pod.name), uid=pod.uid, grace_s=grace_s, why=why) for pod, grace_s in wanted)
@@ -85,10 +84,7 @@ def _held_by_node(pod: PodView, alarm: Alarm) -> bool:
 def plan_replicas(
     role: Role, pods: Collection[PodView], record: RoleRecord, *, may_make: bool, alarm: Alarm
 ) -> ReplicaMoves:
-    """Plan the pods 0 to ``role.replicas`` - 1. may_make: whether pods may be created now.
-
-    Surplus pods are deleted one after another, the highest index first.
-    """
+    """Plan the pods 0 to ``role.replicas`` - 1; surplus pods are deleted one at a time, the highest index first."""
     within = [pod for pod in pods if pod.index < role.replicas]
     surplus = sorted((pod for pod in pods if pod.index >= role.replicas), key=lambda pod: pod.index)
     taken = {pod.index for pod in within}
@@ -116,8 +112,8 @@ def next_attempt(record: RoleRecord) -> RoleRecord:
 def track_single_pod(record: RoleRecord, pods: Collection[PodView], *, before: RoleRecord) -> RoleRecord:
     """Return the record of a role with one process, no two of whose pods may have the same attempt.
 
-    before: the record without the ends that were entered just now. If a pod of the present attempt was seen and no
-    longer exists, it has ended without an observed end, for example because a user deleted it without grace period.
+    before: the record without the ends that were entered just now. A pod of the present attempt that was seen and no
+    longer exists has ended, even if the end was not observed.
     """
     if record.attempt > before.attempt:
         return record.model_copy(update={"whole": False})
@@ -131,8 +127,7 @@ def plan_gang(
 ) -> tuple[RoleRecord, ReplicaMoves, tuple[Note, ...]]:
     """Plan all ranks of one attempt, or the deletion of those of an older one.
 
-    may_make: whether pods may be created now; never_made: whether missing pods of a begun attempt may not have been
-    created at all.
+    may_make: whether pods may be created; never_made: whether missing pods of a begun attempt may never have existed.
     """
     notes: tuple[Note, ...] = ()
     if lost := _lost(role, pods, record, never_made=never_made):
@@ -151,10 +146,7 @@ def plan_gang(
 
 
 def _lost(role: Role, pods: Collection[PodView], record: RoleRecord, *, never_made: bool) -> str:
-    """Return which rank ends the attempt, "" for none.
-
-    It is a surplus rank, one that has not started and is outdated, or one that is missing although it may have trained.
-    """
+    """Return which rank ends the attempt, "" for none: a surplus rank, an outdated one, or one that was lost."""
     existing = {pod.index for pod in pods if pod.attempt == record.attempt}
     if surplus := [index for index in existing if index >= role.replicas]:
         return f"{role.name} rank {max(surplus)} is surplus, only {role.replicas} are wanted"

@@ -40,8 +40,7 @@ _TOO_MANY: Final = "fewer rollouts are wanted"
 class Target:
     """Wanted number of rollouts.
 
-    fields: fields of the status; acts: whether the built-in policy decides, None if the job has none; reason, message:
-    of the condition ElasticityActive.
+    fields: of the status; acts: whether the policy decides, None without one; reason, message: of ElasticityActive.
     """
 
     replicas: int

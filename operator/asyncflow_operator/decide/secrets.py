@@ -51,10 +51,8 @@ class DesiredSecrets(Protocol):
 class SecretUpkeep:
     """Required writes of Secrets.
 
-    write: the Secrets to write.
-    needed: those of them that must be written before a pod that mounts them is created.
-    kept: the present records.
-    written: the records to store once a Secret has been written, each with the name of its part.
+    write: the Secrets to write; needed: those of them that must exist before a pod that mounts them is created; kept:
+    the present records; written: the records to store once a Secret has been written, with the name of its part.
     """
 
     write: tuple[Apply, ...]
@@ -118,10 +116,7 @@ def _lasts(record: SecretRecord, period: int) -> bool:
 def _parts(
     roles: Sequence[Role], external_roles: Sequence[str], highest: Mapping[str, int], *, period: int
 ) -> Iterator[SecretPart]:
-    """Yield the required parts; a part has all certificates that the role may need, but unused parts are left out.
-
-    highest: the highest index of a pod, by role.
-    """
+    """Yield the required parts: whole parts, up to the highest index in use. highest: highest pod index, by role."""
     yield SecretPart(role=KEYS)
     for external in external_roles:
         yield SecretPart(role=external, leaves=1, period=period)
@@ -143,10 +138,8 @@ def _renewal_offset_s(owner: Owner) -> int:
 
 
 def _may_be_missing(part: SecretPart, record: SecretRecord, pods: Iterable[PodView], alarm: Alarm) -> bool:
-    """Return whether a pod may wait for a recorded Secret that does not exist.
-
-    A kubelet does not report every volume that it cannot mount. A Secret that was written after the pod should have
-    started is not considered missing, unless the kubelet names it.
+    """Return whether a pod may wait for a recorded Secret: the kubelet names it, or the pod has not started, for which
+    the kubelet may give no reason, and the Secret was not written since the pod should have started.
     """
     since = from_rfc3339(record.time) or 0.0
     lacking = False

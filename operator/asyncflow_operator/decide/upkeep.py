@@ -29,10 +29,7 @@ _PROJECTED: Final = {"configMap": "ConfigMap", "secret": "Secret"}
 
 
 def intact(held: str, manifest: Manifest) -> bool:
-    """Return whether the operator still manages all fields of ``manifest``, including its labels.
-
-    held: the managed fields as ``cluster.views.held_of`` returns them; "" stands for all fields.
-    """
+    """Return whether the managed fields ``held`` ("" for all) include all of ``manifest`` with its labels."""
     if not held:
         return True
     wanted = {key: value for key, value in manifest.items() if key not in _IDENTITY}
@@ -42,10 +39,7 @@ def intact(held: str, manifest: Manifest) -> bool:
 
 
 def _has(fields: Fields, value: Any) -> bool:
-    """Return whether ``fields`` contains all of ``value``.
-
-    A field without inner fields is managed as a whole. An item of a list is identified by the fields in its key.
-    """
+    """Return whether ``fields`` contains all of ``value``; a field without inner fields is managed as a whole."""
     if not fields or not isinstance(value, (dict, list)):
         return True
     if isinstance(value, dict):

@@ -53,11 +53,7 @@ class Registry:
 
 
 def image_of(role: Role, *, templates: Sequence[TemplateSpec], pinned: Mapping[str, str], registry: Registry) -> str:
-    """Return the image of a role.
-
-    templates: the user's templates, of which a later one overrides an earlier one.
-    pinned: images by role, from the job's status.
-    """
+    """Return the image of a role. templates: a later one overrides an earlier one; pinned: images by role."""
     images = [template.image for template in templates if template.image is not None]
     if images:
         return images[-1]
@@ -83,20 +79,14 @@ class GangMembership:
 class Blueprint:
     """Properties of the pods of a role.
 
-    secrets: the secrets of the job or queue.
     templates: the user's templates, of which a later one overrides an earlier one.
     requested: the user's settings of the role, as JSON values.
     leader: the address to which other processes connect; process 0 of the role listens there if ``leads``.
-    first_replica: number of process 0 among all processes of the family.
-    first_slot: number of process 0 among the processes with devices.
-    store: an external store that the role uses.
-    env_from: Secrets whose entries become environment variables.
-    reward: the reward section of pods that score, None for others.
-    has_environment: whether the pods also answer turns of the model.
-    grace_s: seconds from SIGTERM to SIGKILL.
-    node_lost_s: seconds without an answer of its node after which a pod is evicted.
-    readers: roles that read from this one.
-    granted: settings that the gang scheduler has assigned to the core's pods of the role.
+    first_replica, first_slot: number of process 0 among all processes of the family, and among those with devices.
+    store: an external store that the role uses; env_from: Secrets whose entries become environment variables.
+    reward: the reward section of pods that score; has_environment: whether they also answer turns of the model.
+    grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: seconds until a pod leaves a node that does not answer.
+    readers: roles that read from this one; granted: settings that the gang scheduler has assigned to the core's pods.
     """
 
     family: Family
@@ -268,8 +258,8 @@ def _before(role: Role, roles: Sequence[Role]) -> int:
 def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
     """Return the settings on which a pod of the role depends.
 
-    Settings that its processes read from the manifest and their number are left out. For a role that the job does not
-    have, only the settings of all pods are returned.
+    Left out are settings that its processes read from the manifest, and their number. A role that the job does not have
+    has only the settings of all pods.
     """
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {

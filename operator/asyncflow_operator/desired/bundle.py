@@ -123,10 +123,7 @@ class Desired:
         return make_pod(blueprint, index=index, attempt=attempt)
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
-        """Return all objects except Secrets that the publisher of a WeightSync needs.
-
-        For a WeightSync for followers of a job, that is only its manifest, under a name that no job's manifest has.
-        """
+        """Return all objects except Secrets that a publisher needs, or the manifest for followers of a job."""
         family, sync = family_of(state.owner), _sync(state)
         if sync.spec.publishes is None:
             return (make_config(sync, family, name=f"{family.name}.sync"),)

@@ -219,10 +219,7 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
 
 
 def make_reward_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
-    """Return the variables of the reward container in the pod of process ``index``.
-
-    Of the user's variables it has only ``REWARD_VARIABLES`` and those of its devices.
-    """
+    """Return the reward container's variables; of the user's only ``REWARD_VARIABLES`` and those of its devices."""
     user_variables = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
     names = list(REWARD_VARIABLES)
     devices: dict[str, str] = {}

@@ -60,10 +60,7 @@ _SCHEDULED_BY: Final = (
 
 
 def granted(state: JobState, role: RoleName) -> GangMembership:
-    """Return the settings that Kueue assigns to the pods of a role on admission, none before the Workload is admitted.
-
-    They are the node labels and tolerations of the assigned flavors, and the additions of admission checks.
-    """
+    """Return the settings from assigned flavors and admission checks for a role; none before Kueue admits the job."""
     views = (view for ref, view in state.objects.items() if ref.kind == "Workload" and view.phase == "Admitted")
     assigned = next((view.assigned[role] for view in views if role in view.assigned), Assigned())
     found = (state.found.get(Ref("ResourceFlavor", name), ReferredObject()) for name in assigned.flavors)
@@ -187,10 +184,7 @@ def _running(spec: Manifest) -> list[Manifest]:
 
 
 def _requests(core: Sequence[tuple[Role, Manifest]]) -> dict[str, str]:
-    """Return the sum of the requests of the core's containers.
-
-    An invalid quantity is skipped; the API server refuses it when the pod is created.
-    """
+    """Return the sum of the requests of the core's containers, without invalid quantities, which the server refuses."""
     total: Counter[str] = Counter()
     for role, pod in core:
         for container in _running(pod["spec"]):

@@ -48,10 +48,8 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 class Family:
     """Family of objects.
 
-    name: name of the custom resource and prefix of the objects' names.
-    selector: the label that all objects of the family have and no other objects.
-    labels: further labels, set by the user.
-    owner: the custom resource that owns the objects that are built with this Family.
+    name: name of the custom resource and prefix of the objects' names; selector: the label of exactly these objects;
+    labels: further labels, set by the user; owner: the custom resource that owns the objects built with this Family.
     """
 
     name: str

@@ -286,10 +286,7 @@ def _devices(blueprint: Blueprint) -> dict[str, str]:
 
 
 def _requirements(cpu: float, hard: dict[str, str]) -> Manifest:
-    """Return the requests and limits of a container.
-
-    hard: memory and devices, which are limits too, because more would endanger the node or belong to another pod.
-    """
+    """Return the requests and limits of a container. hard: memory and devices, which are requests and limits."""
     requests = {"cpu": f"{math.ceil(Decimal(str(cpu)) * 1000)}m", **hard}
     return {"requests": requests, "limits": hard} if hard else {"requests": requests}
 

@@ -372,7 +372,7 @@ async def test_a_status_of_more_rollouts_than_there_can_be_is_refused(world: Wor
     world.status = world.status.model_copy(update={"rollouts": many})
     await world.until(lambda: world.drivers.probe("u").status == world.status)
     world.status = world.status.model_copy(update={"rollouts": (*many, RolloutState(id="one"))})
-    await world.until(lambda: "85 rollouts in the answer, of a job that has had 10" in world.drivers.probe("u").error)
+    await world.until(lambda: "85 rollouts listed, of a job that has had 10" in world.drivers.probe("u").error)
     world.running = [driver_of(rollouts=11)]
     await world.until(lambda: not world.drivers.probe("u").error)
 
