@@ -1,13 +1,13 @@
 """AsyncFlow: asynchronous reinforcement-learning post-training of language models.
 
-``train`` runs a job on this machine, ``load`` reads and checks a manifest, ``RLJob`` is a job made in Python;
+``train`` runs a job on this machine, ``load`` reads and checks a manifest, and ``RLJob`` is a job made in Python.
 ``connect`` and ``aconnect`` are clients of a queue, for threads and for an event loop, with ``BlockingPartition`` and
 ``Partition`` for its rows. ``StreamingDataset``, ``StepDataset`` and ``share_batches`` are its data sets for torch.
 ``init_engines`` makes this process the trainer of a job, or a client of a queue, with AsyncFlow's five verbs
-(``Engines``); ``Trainer`` is a loop to subclass, ``create_stream_data_loader`` a loader of a stage's rows.
-``MetricSink`` is the base of sinks for figures.
+(``Engines``). ``Trainer`` is a loop to subclass, and ``create_stream_data_loader`` a loader of a stage's rows.
+``MetricSink`` is the base class of metric sinks.
 
-Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
+Invariant: importing the package loads no heavy dependency; each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
     "train",
 ]
 
-_WHERE = {
+_MODULES = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
     "ClaimedRows": "asyncflow.session.engines",
@@ -86,9 +86,9 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
-"""The entry point of ``asyncflow`` and of ``python -m asyncflow``: Ctrl-C ends it while it imports as it does later."""
+"""Entry point of ``asyncflow`` and of ``python -m asyncflow``; it also handles Ctrl-C during the imports."""
 
 import sys
 
 _INTERRUPTED = 130
-"""As ``asyncflow.cli`` has it, which may not have been imported yet."""
+"""Exit status after Ctrl-C; equal to ``asyncflow.cli.INTERRUPTED``, which may not have been imported yet."""
 
 
 def main() -> None:

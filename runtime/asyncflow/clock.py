@@ -1,7 +1,8 @@
-"""Unix time that goes on evenly, for times between which durations are measured.
+"""Monotonic Unix time, for timestamps whose differences are used as durations.
 
-The system clock may be set while a process runs. ``now`` is what it said when the process, or the one that it was
-forked from, began, counted on by a clock that nobody sets, and that goes on while the machine sleeps.
+The system clock may be set while a process runs. ``now`` therefore reads the system clock once, when this module is
+imported (a forked process keeps its parent's reading), and adds the time elapsed since then on CLOCK_BOOTTIME. That
+clock cannot be set, and it also counts while the machine sleeps.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _EPOCH = time.time() - _elapsed()
 
 
 def now() -> float:
-    """Return the unix seconds now; they only grow."""
+    """Return the current Unix time in seconds; it never decreases."""
     return _EPOCH + _elapsed()
 
 
 def ahead() -> float:
-    """Return by how many seconds the system clock has been set ahead of ``now`` (less than 0: behind it)."""
+    """Return by how many seconds the system clock is ahead of ``now``; negative if it is behind."""
     return time.time() - now()

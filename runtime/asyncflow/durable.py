@@ -1,7 +1,8 @@
-"""Files that are replaced in one step, and outlive the process and the machine that wrote them.
+"""Atomic file replacement; written files survive a crash of the process and of the machine.
 
-Invariant: whatever dies when, and whichever threads write at once, a reader sees the old bytes or the new ones, never a
-mixture; when ``write_whole`` has returned, the new ones are on disk under their name, or newer ones are.
+Invariants: a reader sees either the old bytes or the new bytes, never a mixture, even if the process or the machine
+crashes or several threads write at the same time. After ``write_whole`` has returned, its bytes, or newer ones, are on
+disk under the file's name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replace ``path``, or make it with ``mode``.
+    """Replace ``path`` by a new file with ``content``, created with ``mode``.
 
-    An OSError leaves what was there, and nothing beside it; where only the folder could not be synced, it leaves the
-    new bytes, which may not outlive the machine.
+    Raises OSError on failure: the old file is then unchanged, and the temporary file is removed. If only the sync of
+    the folder failed, the new file is in place, but may be lost in a crash of the machine.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident():x}")
     try:
@@ -32,7 +33,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder, and those that it lies in, and sync their names to disk."""
+    """Create a folder and its missing parents, and sync their directory entries to disk."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -40,7 +41,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync what was written to a file, or the names in a folder, to disk."""
+    """Sync the contents of a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,25 +1,25 @@
-"""The error tree: every error says what was wrong, where, and what to do.
+"""The error hierarchy: every error states what is wrong, where, and what to do.
 
     AsyncFlowError
     ├── ManifestError            a manifest or an option is wrong: exit code 2, nothing was started
-    │   └── NotYetError          the contract names it, this version does not do it
-    ├── DeadlineExceeded         something that was waited for did not come in time
-    ├── PeerLost                 the connection to a peer went away with calls in flight: try again
-    ├── Elsewhere                not here, or not here any more: the controller knows where
-    ├── Refused                  the other side understood and said no
-    │   ├── Fenced               the caller belongs to an older attempt or an expired lease
-    │   ├── StaleHandle          the row, version or lease named does not exist any more
-    │   │   └── RowsLost         rows of a step that had begun are gone: the process must begin the step again
-    │   └── Misdirected          another controller of the queue decides about it
+    │   └── NotYetError          the contract defines a feature that this version does not implement
+    ├── DeadlineExceeded         an awaited event did not happen before its deadline
+    ├── PeerLost                 the connection to a peer broke during a call: retry
+    ├── Elsewhere                the rows are at another unit, or this unit no longer accepts new rows
+    ├── Refused                  the peer understood the request and refused it
+    │   ├── Fenced               the caller belongs to an older attempt, or its lease has expired
+    │   ├── StaleHandle          the named row, version or lease no longer exists
+    │   │   └── RowsLost         rows of a started step were lost: the caller must restart the step
+    │   └── Misdirected          another controller of the queue is responsible for the request
     ├── ProtocolError            bytes that do not follow the protocol
     ├── RemoteError              a handler on the other side failed unexpectedly
     ├── LedgerCorrupt            a ledger record that was acknowledged cannot be read back
     ├── CheckpointError          a checkpoint is missing, incomplete or does not fit the job
-    ├── Diverged                 training makes no progress any more: gradients are not finite
-    ├── DiskError                a file cannot be read or written now: try again
-    └── RoleFailed               a role ended when it should not have, and its restarts are used up
+    ├── Diverged                 training no longer makes progress: gradients are not finite
+    ├── DiskError                a file cannot be read or written at present: retry
+    └── RoleFailed               a role ended unexpectedly, and may not be restarted again
 
-Invariant: an error that crosses a socket arrives as the same class with the same words (``to_wire``, ``from_wire``).
+Invariant: an error that crosses a socket arrives as the same class with the same text (``to_wire``, ``from_wire``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import ClassVar
 class AsyncFlowError(Exception):
     """Base of all errors that AsyncFlow raises on purpose.
 
-    what: what was wrong, with the offending value; where: path, role, address or field; hint: what to do; told: another
-    process said so.
+    what: the problem, with the offending value; where: the path, role, address or field; hint: the remedy; told:
+    whether the error was received from another process.
     """
 
     code: ClassVar[str] = "error"
@@ -59,66 +59,66 @@ class ManifestError(AsyncFlowError):
 
 
 class NotYetError(ManifestError):
-    """The contract names a feature that this version does not have."""
+    """The contract defines a feature that this version does not implement."""
 
     code = "not_yet"
 
 
 class DeadlineExceeded(AsyncFlowError):
-    """Something that was waited for did not come in time."""
+    """An awaited event did not happen before its deadline."""
 
     code = "deadline"
 
 
 class PeerLost(AsyncFlowError):
-    """The connection to a peer went away with calls in flight; the call may be tried again."""
+    """The connection to a peer broke during a call; the call may be retried."""
 
     code = "peer_lost"
 
 
 class Elsewhere(AsyncFlowError):
-    """The rows asked for are not here, or nothing new is taken here any more; the controller knows where they are."""
+    """The rows are at another unit (the controller knows which), or this unit no longer accepts new rows."""
 
     code = "elsewhere"
 
 
 class Refused(AsyncFlowError):
-    """The other side understood and said no."""
+    """The peer understood the request and refused it."""
 
     code = "refused"
 
 
 class Fenced(Refused):
-    """The caller belongs to an older attempt, or its lease has ended."""
+    """The caller belongs to an older attempt, or its lease has expired."""
 
     code = "fenced"
 
 
 class StaleHandle(Refused):
-    """The row, version or lease named does not exist any more."""
+    """The named row, version or lease no longer exists."""
 
     code = "stale_handle"
 
 
 class RowsLost(StaleHandle):
-    """Rows of a step that had begun were lost with their storage unit: the step must be begun again."""
+    """Rows of a started step were lost with their storage unit; the step must be restarted."""
 
     code = "rows_lost"
 
 
 class Misdirected(Refused):
-    """Another controller of the queue decides about this; ``where`` ends with its number."""
+    """Another controller of the queue is responsible for the request; ``where`` ends with its number."""
 
     code = "misdirected"
 
     @classmethod
     def at(cls, controller: int, what: str) -> Misdirected:
-        """Make the error that sends the caller to ``controller``."""
+        """Return the error that directs the caller to ``controller``."""
         return cls(what, where=f"controller {controller}", hint="Ask that one")
 
     @property
     def controller(self) -> int:
-        """The number of the controller to ask."""
+        """The number of the responsible controller."""
         return int(self.where.rpartition(" ")[2])
 
 
@@ -147,32 +147,32 @@ class CheckpointError(AsyncFlowError):
 
 
 class Diverged(AsyncFlowError):
-    """Training makes no progress any more: the gradients of several steps in a row are not finite."""
+    """Training no longer makes progress: the gradients of several consecutive steps are not finite."""
 
     code = "diverged"
 
 
 class DiskError(AsyncFlowError):
-    """A file cannot be read or written now; it may be possible later."""
+    """A file cannot be read or written at present; a retry may succeed."""
 
     code = "disk"
 
 
 class RoleFailed(AsyncFlowError):
-    """A role ended when it should not have, and its restarts are used up."""
+    """A role ended unexpectedly, and may not be restarted again."""
 
     code = "role_failed"
 
 
 def _tree(root: type[AsyncFlowError]) -> list[type[AsyncFlowError]]:
-    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+    return [root, *(error for child in root.__subclasses__() for error in _tree(child))]
 
 
 _BY_CODE = {error.code: error for error in _tree(AsyncFlowError)}
 
 
 def from_wire(fields: dict[str, str]) -> AsyncFlowError:
-    """Make again the error that ``to_wire`` described; an unknown code becomes a RemoteError."""
+    """Return the error that ``to_wire`` described; an unknown code becomes a RemoteError."""
     kind = _BY_CODE.get(fields.get("code", ""), RemoteError)
     error = kind(fields.get("what", "unknown error"), where=fields.get("where", ""), hint=fields.get("hint", ""))
     error.told = True

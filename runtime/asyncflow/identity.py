@@ -1,8 +1,10 @@
 """Identifiers of processes, samples, rows and weight versions.
 
-Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
-a row id says where the row was put, which is where it lies unless it was moved since; versions are totally ordered by
-(trainer attempt, step), so that a step trained again is another version.
+Invariants:
+
+* A ``SampleKey`` always names the same sample, also when that sample is generated again.
+* A row id is never reused. It contains the location at which the row was created; the row may have moved since.
+* Versions are totally ordered by (trainer attempt, step), so a step that is trained again makes a different version.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ NEWEST = 2**31 - 1
 _STEP_BITS = 32
 _UNIT_BITS = 12
 COUNTER_BITS = 32
-"""Below these bits of a row id are the unit and its epoch."""
+"""Number of the lowest bits of a row id, which hold the counter; the unit and its epoch are in the bits above."""
 _EPOCH_BITS = 19
 
 _PROCESS = re.compile(r"asyncflow://([A-Za-z0-9._-]{1,128})/([a-z]{1,16}(?:-[a-z][a-z0-9]{0,15})?)/(0|[1-9][0-9]{0,8})")
@@ -25,7 +27,7 @@ _PROCESS = re.compile(r"asyncflow://([A-Za-z0-9._-]{1,128})/([a-z]{1,16}(?:-[a-z
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Place of a process: the job, by a name that no other job ever has, the role, and the index among its replicas."""
+    """Identity of a process: the unique name of its job, its role, and its index among the role's replicas."""
 
     job: str
     role: str
@@ -33,12 +35,12 @@ class ProcessIdentity:
 
     @property
     def uri(self) -> str:
-        """The place as certificates name it."""
+        """The identity as a URI, as certificates contain it."""
         return f"asyncflow://{self.job}/{self.role}/{self.index}"
 
     @classmethod
     def of(cls, uri: str) -> ProcessIdentity | None:
-        """Return the place that ``uri`` names; None where it names none."""
+        """Return the identity that ``uri`` names, or None if ``uri`` is not a valid one."""
         found = _PROCESS.fullmatch(uri)
         return None if found is None else cls(found[1], found[2], int(found[3]))
 
@@ -66,7 +68,7 @@ class Version(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: int) -> Version:
-        """Return the version that ``packed`` stands for."""
+        """Return the version that ``packed`` encodes."""
         return cls(packed >> _STEP_BITS, packed & (1 << _STEP_BITS) - 1)
 
     def __str__(self) -> str:
@@ -74,7 +76,7 @@ class Version(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Place where a row was put: the epoch that the controller granted to the unit, the unit, a counter within both."""
+    """Fields of a row id: the epoch that the controller granted to the unit, the unit, and a counter within both."""
 
     epoch: int
     unit: int
@@ -82,7 +84,7 @@ class RowPlace(NamedTuple):
 
     @property
     def row(self) -> int:
-        """The row id, a positive int64. Raises ValueError where a part does not fit."""
+        """The row id, a positive int64. Raises ValueError if a field is out of range."""
         if not (0 <= self.epoch < 1 << _EPOCH_BITS and 0 <= self.unit < 1 << _UNIT_BITS):
             raise ValueError(f"epoch {self.epoch} or unit {self.unit} does not fit a row id")
         if not 0 <= self.counter < 1 << COUNTER_BITS:
@@ -91,24 +93,24 @@ class RowPlace(NamedTuple):
 
     @classmethod
     def of(cls, row: int) -> RowPlace:
-        """Return the place that row id ``row`` names."""
+        """Return the fields of row id ``row``."""
         counter = row & (1 << COUNTER_BITS) - 1
         unit = row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
         return cls(row >> COUNTER_BITS + _UNIT_BITS, unit, counter)
 
 
 def unit_of(row: int) -> int:
-    """Return the unit where row id ``row`` was put."""
+    """Return the unit at which row id ``row`` was created."""
     return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
 
 
 def location_of(row: int) -> int:
-    """Return the location where row id ``row`` was put: epoch and unit, one incarnation of a unit, in one number."""
+    """Return the location at which row id ``row`` was created: the epoch and the unit, combined in one int."""
     return row >> COUNTER_BITS
 
 
 def location_at(epoch: int, unit: int) -> int:
-    """Return the location that a unit is in this epoch."""
+    """Return the location of a unit in an epoch."""
     return epoch << _UNIT_BITS | unit
 
 

@@ -1,6 +1,6 @@
-"""Mooncake's library: its Store holds cells of the queue, its Transfer Engine moves weights.
+"""Loader of Mooncake's library, whose Store holds cells of the queue and whose Transfer Engine moves weights.
 
-Invariant: what it reads of the environment when it is loaded is set before, where the user has not set it.
+Invariant: the environment variables that Mooncake reads when it is loaded are set before, unless the user has set them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ENVIRONMENT = {
 def load_mooncake(part: str, *, where: str, log_level: int) -> ModuleType:
     """Import a part of Mooncake, ``mooncake.store`` or ``mooncake.engine``.
 
-    where: the place in the manifest that asks for it; log_level: least of what it logs (2: errors, 3: what ends it).
-    Raises ManifestError where it is not installed.
+    where: the field of the manifest that requires it; log_level: the lowest level that it logs (2: errors, 3: fatal
+    errors). Raises ManifestError if it is not installed.
     """
     for name, value in {**_ENVIRONMENT, "GLOG_minloglevel": str(log_level)}.items():
         os.environ.setdefault(name, value)

@@ -1,7 +1,7 @@
-"""Engines, back ends and transports come from entry points, AsyncFlow's own as those of third parties.
+"""Loader of plug-ins (engines, back ends, transports), found by entry point, both built-in and third-party ones.
 
-Invariant: nothing of a plug-in is imported before it is loaded by name, and what a manifest says to one either has a
-meaning or is refused in words.
+Invariants: no module of a plug-in is imported before the plug-in is loaded by name. An option in the manifest that its
+plug-in does not define is refused with an error message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from asyncflow.errors import ManifestError
 
-Own = TypeVar("Own", bound=msgspec.Struct)
+Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 class NoOptions(msgspec.Struct, frozen=True):
@@ -27,8 +27,10 @@ class NoOptions(msgspec.Struct, frozen=True):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Keep the garbage collector off what is imported, then and later: it stays, and torch and transformers are so much
-    that looking through them takes a third of the time of their import and of the end of the process.
+    """Exclude the objects made by imports in this context from garbage collection, now and in future.
+
+    Imported modules stay until the process ends. For torch and transformers, scanning them takes a third of the time of
+    their import and of the exit of the process.
     """
     gc.disable()
     try:
@@ -39,15 +41,15 @@ def importing() -> Iterator[None]:
 
 
 def installed(group: str) -> list[str]:
-    """Return the names that the installed packages offer in ``group``."""
+    """Return the names of the plug-ins that installed packages offer in ``group``, sorted."""
     return sorted(_offered(group))
 
 
 def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[Any]:
-    """Return the class, a ``kind``, that is offered as ``name``.
+    """Return the plug-in class ``name``, a subclass of ``kind``.
 
-    where: the place in the manifest that names it. Raises ManifestError where there is none, where it cannot be
-    imported, or where it is something else.
+    where: the field of the manifest that names it. Raises ManifestError if no package offers it, if it cannot be
+    imported, or if it is not a subclass of ``kind``.
     """
     found = _offered(group)
     if name not in found:
@@ -60,12 +62,12 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
         hint = "Install what it needs, e.g. pip install 'asyncflow[torch]', or correct its entry point"
         raise ManifestError(f"{name!r} cannot be imported: {error}", where=where, hint=hint) from error
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-        raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"It is found in {group}")
+        raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"Correct its entry point in {group}")
     return loaded
 
 
 def find_installed() -> None:
-    """Find what the installed packages offer, for this process and those that are forked from it."""
+    """Cache the entry points of the installed packages, for this process and the processes forked from it."""
     _select(tuple(sys.path))
 
 
@@ -75,17 +77,18 @@ def _offered(group: str) -> dict[str, EntryPoint]:
 
 @lru_cache(maxsize=1)
 def _select(_path: tuple[str, ...]) -> Callable[..., Iterable[EntryPoint]]:
-    """Return the choice among what the packages on sys.path offer: read once, as they are hundreds of files.
+    """Return the function that selects entry points of the packages on sys.path.
 
-    What is installed later there is seen by the next process that is started.
+    The entry points are read once, since they are in hundreds of files. A package that is installed afterwards is seen
+    only by processes that start after that.
     """
     return entry_points().select
 
 
-def read_options(options: Mapping[str, Any], shape: type[Own], *, where: str) -> Own:
-    """Return a plug-in's own options as its ``shape``, whose fields all have defaults.
+def read_options(options: Mapping[str, Any], shape: type[Options], *, where: str) -> Options:
+    """Return a plug-in's options as an instance of ``shape``, whose fields all have defaults.
 
-    Raises ManifestError for an option that ``shape`` does not know, or whose value is not of its type.
+    Raises ManifestError for an option that ``shape`` does not define, or whose value has another type.
     """
     known = shape.__struct_fields__
     if unknown := sorted(options.keys() - set(known)):

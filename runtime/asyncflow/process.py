@@ -1,9 +1,9 @@
-"""Processes that end with their parent, what they leave behind, and one that adopts the orphans below it.
+"""Functions for processes that end with their parent, for their temporary folders, and for adopting orphans.
 
-``python -m asyncflow.process COMMAND ...`` becomes a program that knows nothing of this, and ends with its parent, too.
+``python -m asyncflow.process COMMAND ...`` replaces itself by COMMAND, which then ends with its parent, too.
 
-Invariant: a process that has called ``die_with_parent`` outlives its parent by no Python statement, also when the
-parent is killed with SIGKILL or has died before the call.
+Invariant: a process that has called ``die_with_parent`` executes no Python statement after the end of its parent, also
+if the parent is killed with SIGKILL or ended before the call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 PARENT = "ASYNCFLOW_PARENT"
-"""Environment variable that holds the pid of the process that this one ends with."""
+"""Environment variable that holds the pid of the parent with which this process must end."""
 
 RUN = "ASYNCFLOW_RUN"
 """Environment variable that holds the mark of the run that this process belongs to (``local.reaper.MARK``)."""
@@ -24,11 +24,11 @@ RUN = "ASYNCFLOW_RUN"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _START_TIME = 19
-"""Place of field 22 of ``/proc/PID/stat``, counted from 0 behind the name (field 2)."""
+"""Index of field 22 (starttime) of ``/proc/PID/stat`` among the fields after the name (field 2)."""
 
 
 def prctl(option: int, argument: int) -> int:
-    """Ask the kernel for something about this process (``prctl(2)``), and return its answer. Raises OSError."""
+    """Call ``prctl(2)`` for this process, and return its result. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     result: int = libc.prctl(option, *(ctypes.c_ulong(value) for value in (argument, 0, 0, 0)))
     if result < 0:
@@ -37,9 +37,9 @@ def prctl(option: int, argument: int) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Make the kernel kill this process when its parent ends; called before anything else.
+    """Make the kernel kill this process when its parent ends; must be called before anything else.
 
-    parent: its pid; where None, that of the variable PARENT, and nothing happens where that is not set (in a pod).
+    parent: the parent's pid; None takes it from the variable PARENT, and does nothing if that is not set (in a pod).
     """
     named = os.environ.pop(PARENT, None)
     parent = int(named) if parent is None and named is not None else parent
@@ -47,28 +47,28 @@ def die_with_parent(parent: int | None = None) -> None:
         return
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the parent ended before this process began")
+        sys.exit("the parent ended before this process started")
 
 
 def scratch_folder() -> Path:
-    """Make a folder for temporary files, by whose name the run's supervisor finds it when this process was killed."""
+    """Create a temporary folder, whose name lets the run's supervisor find and remove it if this process is killed."""
     import tempfile
 
     return Path(tempfile.mkdtemp(prefix=f"asyncflow-scratch-{os.environ.get(RUN, '')}-"))
 
 
 def age_s() -> float:
-    """Return the seconds since this process was started, its imports included."""
+    """Return the seconds since the start of this process, including its imports."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    began = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    started = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
 def adopt_orphans(*, enabled: bool) -> None:
-    """Make orphaned descendants become children of this process, so that it can see and end them."""
+    """Set whether orphaned descendants become children of this process, so that it can find and end them."""
     prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
 
 
 if __name__ == "__main__":
     die_with_parent()
-    os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 — the program that our parent names
+    os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 — the parent chose this program

@@ -1,6 +1,7 @@
-"""Renewal of the leases that a worker of the queue holds, for as long as it works.
+"""Renewal of the leases that a worker of the queue holds.
 
-Invariant: a lease is asked for again within two thirds of its time, also after a renewal that took all the time it had.
+Invariant: a renewal of a lease is requested within two thirds of its duration, even if the previous renewal took its
+whole timeout.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from asyncflow.rpc.retry import Outage
 async def keep_renewing(
     queue: QueueClient, *, held: Callable[[], set[str]], ended: Callable[[set[str]], None], lease_s: float
 ) -> Never:
-    """Renew leases at each third of their time, for ever.
+    """Renew leases at each third of their duration, until cancelled.
 
-    held: the leases that are here now; ended: called with those that were not renewed, so that others have their rows;
-    lease_s: seconds that a lease lasts.
+    held: returns the leases that the worker holds now; ended: called with the leases that were not renewed, whose rows
+    other consumers may get; lease_s: duration of a lease in seconds.
     """
     outage, third = Outage("renewing leases"), lease_s / 3
     pause = third
     while True:
         await asyncio.sleep(pause)
         pause = third
-        asked = held()
-        if not asked:
+        leases = held()
+        if not leases:
             continue
         try:
-            renewed = set(await queue.renew(sorted(asked), timeout=third))
+            renewed = set(await queue.renew(sorted(leases), timeout=third))
         except AsyncFlowError as error:
             await outage.wait(error)
             pause = 0.0
             continue
         outage.end()
-        ended(asked - renewed)
+        ended(leases - renewed)
