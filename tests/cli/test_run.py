@@ -177,7 +177,7 @@ def test_a_start_that_a_role_refuses_leaves_nothing(manifest, tmp_path):
     words = ["run", manifest, "--output", "some/where/out"]
     run = subprocess.run(command(*words, steps=-1), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "it refuses its input" in run.stderr
+    assert "it refused its input" in run.stderr
     assert "spec.trainer: it cannot be" in run.stderr
     assert run.stdout.endswith(f"no step was made, so nothing is left in {tmp_path / 'some' / 'where' / 'out'}\n")
     assert list(tmp_path.rglob("*.yaml")) == [manifest]

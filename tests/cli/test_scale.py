@@ -60,19 +60,19 @@ def taken_up(running: Path) -> Iterator[None]:
 
 def test_it_shows_what_is_wanted_by_whom_and_what_is_there(running, capsys):
     assert invoke(["scale", str(running)]) == 0
-    assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave\n"
+    assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (set by the built-in policy); 1 run, 1 leave\n"
 
 
 @pytest.mark.usefixtures("taken_up")
 def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_given_back(running, capsys):
-    off = "asked for by asyncflow scale, which switches the built-in policy off"
+    off = "requested by asyncflow scale, which switches the built-in policy off"
     for _ in range(2):
         assert invoke(["scale", str(running), "rollout=2"]) == 0
         assert read_requests(requests_of(running)) == {"rollout": 2}
         assert capsys.readouterr().out == f"rollout: 2 wanted of 1 to 4 ({off}); 1 run, 1 leave\n"
     assert invoke(["scale", str(running), "rollout=auto"]) == 0
     assert read_requests(requests_of(running)) == {}
-    assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave\n"
+    assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (set by the built-in policy); 1 run, 1 leave\n"
 
 
 @pytest.mark.usefixtures("taken_up")
@@ -80,7 +80,7 @@ def test_where_there_is_no_room_it_says_why_and_of_this_request(running, capsys)
     for asked in (4, 3):
         assert invoke(["scale", str(running), f"rollout={asked}"]) == 0
         said = capsys.readouterr().out
-        assert said.startswith("rollout: 2 wanted of 1 to 4 (asked for by asyncflow scale")
+        assert said.startswith("rollout: 2 wanted of 1 to 4 (requested by asyncflow scale")
         assert said.endswith(f"\n  too few devices for {asked}\n")
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_does_not_take_it_up_is_shown_as_it_is(running, capsys, monke
     monkeypatch.setattr(command, "TAKEN_UP_S", 0.0)
     assert invoke(["scale", str(running), "rollout=3"]) == 0
     shown, noted = capsys.readouterr().out.splitlines()
-    assert shown == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave"
+    assert shown == "rollout: 1 wanted of 1 to 4 (set by the built-in policy); 1 run, 1 leave"
     assert noted == "  rollout=3 is noted, and not taken up after 0 s"
 
 
@@ -124,11 +124,11 @@ def test_a_run_whose_number_is_fixed_says_which_field_fixes_it(running, capsys):
 
 def test_where_no_run_goes_on_nothing_is_asked_for(running, tmp_path, capsys):
     assert invoke(["scale", str(tmp_path), "rollout=2"]) == 2
-    assert "no run is going on there. Give the folder of a run" in capsys.readouterr().err
+    assert "no run is active there. Give the folder of a run" in capsys.readouterr().err
     over = tmp_path / "over"
     subprocess.run([sys.executable, "-c", ENDED, str(over)], check=True)
     assert invoke(["scale", str(over), "rollout=2"]) == 2
-    assert "no run is going on there. Continue it with asyncflow run FILE --resume" in capsys.readouterr().err
+    assert "no run is active there. Continue it with asyncflow run FILE --resume" in capsys.readouterr().err
     assert not requests_of(over).exists()
 
 

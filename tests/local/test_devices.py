@@ -183,7 +183,7 @@ def test_devices_that_a_template_names_are_nobody_elses() -> None:
     assert handed(own, role("rollout"), devices=2) == {"rollout-0": "1"}
     with pytest.raises(ManifestError, match="all 2 replicas would see the same devices"):
         handed(replace(own, replicas=2), devices=8)
-    with pytest.raises(ManifestError, match="names 2 of the 4 devices that a process asks for"):
+    with pytest.raises(ManifestError, match="names 2 of the 4 devices that a process requests"):
         handed(replace(own, resources=replace(own.resources, accelerators=4)), devices=8)
 
 

@@ -106,7 +106,7 @@ def test_a_disk_that_can_only_be_read_any_more_ends_the_run_in_order_with_a_sent
     assert run.ended() == ["rollout-1", "driver-0", "storage-0"]
     last = run.said().splitlines()[-1]
     assert last.endswith(
-        "out: the run's folder cannot be written any more: Read-only file system. "
+        "out: the run's folder can no longer be written: Read-only file system. "
         "Make it writable, or free some space, and continue with --resume"
     )
     run.wait_until(lambda: not any(map(run.alive, pids)), "the processes to be gone", timeout=5.0)
@@ -118,5 +118,5 @@ def test_a_disk_that_stays_full_ends_the_run_in_the_end(start):
     run.fill()
     os.kill(pids[1], signal.SIGKILL)
     assert run.wait() == 1
-    assert "the run's folder cannot be written any more: No space left on device" in run.said()
+    assert "the run's folder can no longer be written: No space left on device" in run.said()
     assert run.ended() == ["driver-0"]

@@ -102,7 +102,7 @@ async def test_no_zombie_is_left_of_what_it_started(tmp_path):
 
 
 async def test_a_reaper_that_cannot_be_replaced_at_once_is_replaced_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(process, "_RESTART_S", 0.01)
     watchdog = process.Watchdog(mark="m", log=tmp_path / "log")
     watchdog.add(1 << 30)
     first, open_before = watchdog._process, len(os.listdir("/proc/self/fd"))

@@ -36,7 +36,7 @@ def seen(scale: Scale) -> tuple[int, str]:
 
 def test_a_person_counts_before_the_policy_and_that_before_the_manifest(tmp_path):
     scaling = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True)
-    assert (seen(scaling.wanted()), scaling.wanted().why) == ((2, "manifest"), "the manifest says so")
+    assert (seen(scaling.wanted()), scaling.wanted().why) == ((2, "manifest"), "set by the manifest")
     scaling.decide(says(4))
     assert (seen(scaling.wanted()), scaling.wanted().why) == ((4, "policy"), "the built-in policy")
     scaling.decide(says(None))
@@ -44,7 +44,7 @@ def test_a_person_counts_before_the_policy_and_that_before_the_manifest(tmp_path
     assert seen(scaling.wanted()) == (4, "policy"), "a driver that says nothing changes nothing"
     write_request(tmp_path / "scale.json", "rollout", 3)
     assert seen(scaling.wanted()) == (3, "person")
-    assert scaling.wanted().why == "asked for by asyncflow scale, which switches the built-in policy off"
+    assert scaling.wanted().why == "requested by asyncflow scale, which switches the built-in policy off"
     write_request(tmp_path / "scale.json", "rollout", None)
     assert seen(scaling.wanted()) == (4, "policy")
 
@@ -54,7 +54,7 @@ def test_a_policy_that_the_manifest_has_not_switched_on_changes_nothing(tmp_path
     scaling.decide(says(4))
     assert seen(scaling.wanted()) == (2, "manifest")
     write_request(tmp_path / "scale.json", "rollout", 3)
-    assert scaling.wanted().why == "asked for by asyncflow scale"
+    assert scaling.wanted().why == "requested by asyncflow scale"
 
 
 @pytest.mark.parametrize("policy", [True, False])
@@ -101,7 +101,7 @@ def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_
     scaling = Scaling(role=ROLE, file=file)
     assert seen(scaling.wanted()) == (3, "person")
     file.write_bytes(content)
-    with pytest.raises(ManifestError, match="Write it anew with asyncflow scale"):
+    with pytest.raises(ManifestError, match="Write it again with asyncflow scale"):
         read_requests(file)
     assert [seen(scaling.wanted()) for _ in range(3)] == [(3, "person")] * 3
     write_request(file, "rollout", 4)

@@ -195,7 +195,7 @@ def test_a_role_that_refuses_its_input_is_not_started_again(start):
     run = start(driver={"does": ["exit=2"]}, rollout={})
     assert run.wait() == 1
     said = run.said()
-    assert "refuses its input" in said
+    assert "refused its input" in said
     assert "refused: True" in said
     assert [placed.attempt for placed in run.record().processes] == [0, 0]
 
@@ -310,4 +310,4 @@ def test_where_there_is_no_place_for_all_there_are_as_many_as_there_is_place_for
 def test_a_policy_that_cannot_be_followed_is_told_and_the_run_goes_on(start):
     run = start(driver={"does": ["done-after=0.5"]}, rollout={"replicas": 1, "most": 4, "deaf": True})
     assert run.wait() == 0
-    assert "rollout: the built-in policy is not followed any more" in run.said()
+    assert "rollout: the built-in policy is no longer followed" in run.said()

@@ -32,7 +32,7 @@ def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path,
     Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
     assert place_of_run(folder.path).address == "tcp://127.0.0.1:1"
     folder.release()
-    with pytest.raises(ManifestError, match=rf"no run is going on there\..*{hint}"):
+    with pytest.raises(ManifestError, match=rf"no run is active there\..*{hint}"):
         place_of_run(folder.path)
 
 

@@ -466,7 +466,7 @@ def test_a_job_with_a_trainer_of_its_own_is_not_joined(tmp_path: Path) -> None:
 
 
 def test_where_nothing_runs_there_is_nothing_to_join(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="no run is going on there"):
+    with pytest.raises(ManifestError, match="no run is active there"):
         asyncflow.init_engines(tmp_path)
 
 

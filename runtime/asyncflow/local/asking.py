@@ -1,4 +1,7 @@
-"""Answers of the first process of a run over HTTP, on this machine or another. None of them ends the caller."""
+"""HTTP requests to the first process of a run, on this machine or another one.
+
+Invariant: no answer, and no missing answer, raises an error in the caller.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,21 @@ _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 ANSWER_S = 2.0
-"""Most seconds that an answer is waited for."""
+"""Timeout of a request, in seconds."""
 MOST_BYTES = 64 << 20
-"""Bytes of an answer beyond which it is nonsense."""
+"""Largest answer in bytes; a larger one is treated as no answer."""
 
 
 def ask(port: int, shape: type[M]) -> M | None:
-    """Return ``/v1/status`` of who serves at a port of this machine; None where it does not answer in time, or answers
-    nonsense. Blocks for seconds at most.
+    """Return ``/v1/status`` of the server at a port of this machine, or None without a valid answer in time.
+
+    Blocks for a few seconds at most.
     """
     return ask_at(f"http://127.0.0.1:{port}", shape)
 
 
 def ask_at(url: str, shape: type[M]) -> M | None:
-    """Return ``/v1/status`` of who serves at ``url``, as ``ask`` does."""
+    """Return ``/v1/status`` of the server at ``url``, as ``ask`` does."""
     answer = fetch(url, "/v1/status")
     try:
         return None if answer is None else shape.model_validate_json(answer)
@@ -40,7 +44,7 @@ def ask_at(url: str, shape: type[M]) -> M | None:
 
 
 def ask_live(url: str) -> LiveState | None:
-    """Return what a driver at ``url`` says of its members and tasks; None as ``ask`` does."""
+    """Return the state of members and tasks from the driver at ``url``, or None without a valid answer in time."""
     answer = fetch(url, "/v1/live")
     try:
         return None if answer is None else msgspec.json.decode(answer, type=LiveState)
@@ -50,9 +54,9 @@ def ask_live(url: str) -> LiveState | None:
 
 
 def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
-    """Return what who serves at ``url`` answers to ``GET path``; None where that is no whole answer, or too much.
+    """Return the answer of the server at ``url`` to ``GET path``, or None if it is missing, incomplete or too large.
 
-    within_s: most seconds between two pieces of the answer.
+    within_s: most seconds between two parts of the answer.
     """
     try:
         split = urlsplit(url)
@@ -61,8 +65,8 @@ def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
             connection.request("GET", path)
             response = connection.getresponse()
             body = response.read(MOST_BYTES + 1)
-            whole = not response.length and len(body) <= MOST_BYTES  # length: bytes of the answer that did not come
-            return body if response.status == http.HTTPStatus.OK and whole else None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of an address that is none
+            complete = not response.length and len(body) <= MOST_BYTES  # length: missing bytes
+            return body if response.status == http.HTTPStatus.OK and complete else None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: invalid URL
         _log.debug("no answer of %s%s: %s", url, path, error)
         return None

@@ -1,17 +1,21 @@
-"""The folder of one run: which process may write there, where everything lies, and how another start goes on with it.
+"""The folder of one run: its lock, its files, and what a new start does with an existing run.
 
     DIR/job.yaml  metrics.jsonl  summary.json  ledger/  checkpoints/  logs/<role>-<index>.log
     DIR/run/      lock  token  processes.json  scale.json  tls/   (mode 0700; of the supervisor)
 
-Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
-never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
-from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
-is never removed; a resumed run whose new settings a role refuses keeps its old ones. What the contract declares frozen
-(``frozen_fields``, which the API server enforces on Kubernetes) never changes between two lives of one folder; steps
-only grow. An attempt is on record before its process exists, so that a resumed job never uses an attempt again; where
-the record is gone, or damaged, or written by a supervisor without that role, the logs and the checkpoints tell which
-were used. A line that the supervisor adds to a log begins with ``---``; a log that cannot be written or read costs
-lines, and stops no process.
+Invariants:
+
+* At most one supervisor holds a folder, by a lock that the kernel releases when its process ends.
+* An existing run is never overwritten or deleted: it is continued on request (``resume``), or moved aside as a whole
+  (``fresh``). A start that made no progress, no step and no evaluation, does not count as a run: the next one replaces
+  it. A start never removes files that it has not made. If a role refuses the new settings of a resumed run, the run
+  keeps its old ones.
+* Fields that the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes) never change
+  when a run is resumed, and the number of steps only grows.
+* An attempt is recorded before its process exists, so a resumed job never reuses an attempt. If the record is missing,
+  damaged, or written by a supervisor without that role, the used attempts are read from the logs and the checkpoints.
+* A line that the supervisor adds to a log begins with ``---``. A log that cannot be written or read loses lines, but
+  stops no process.
 """
 
 from __future__ import annotations
@@ -48,27 +52,27 @@ from asyncflow.local.scaling import Scale
 _log = logging.getLogger(__name__)
 
 _USED = re.compile(rb"^--- \S+ attempt (\d+)(?::| ended)", re.MULTILINE)
-"""Lines of a log that tell of an attempt; a full disk may have cost one of them."""
+"""Lines of a log that name an attempt: at its start and at its end, since a full disk may have lost one of the two."""
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 12
 
 _SETTINGS_OF_DATA: Place = ("spec", "data", "train", "config")
-"""Frozen as well; CEL cannot say it, for the settings are free."""
+"""Path of a frozen field that CEL cannot check, since the settings have no schema."""
 
 JOB = "job.yaml"
 QUEUE = "queue.yaml"
 SYNC = "weights.yaml"
-"""Names of the manifest in a folder: of a run, of a queue that stands alone, of a model that is published."""
+"""Names of the manifest file in the folder of a run, of a standalone queue, and of a published model."""
 _HOLDS = {JOB: "a run", QUEUE: "a queue", SYNC: "a published model"}
 LEAST_FREE = 16 << 20
-"""Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
+"""Bytes that must be free when a run starts: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (
     *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks", "spans", "steps"),
     *FILES,
     *(f"{name}{ASIDE}" for name in FILES),
 )
-"""Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
+"""Entries of a folder by which it counts as holding a run; none of them exists when a new run starts in it."""
 _SUPERVISORS = (
     "lock",
     "token",
@@ -81,7 +85,7 @@ _SUPERVISORS = (
 )
 """Files that the supervisor makes in ``run``."""
 _FOR_RUN = ("model", CACHE)
-"""Folders that roles make, and that somebody may have put there before."""
+"""Folders that roles create, but that may also exist before the run."""
 _LOG = re.compile(rf"(supervisor|{ROLE_NAME}-\d+)\.log")
 _EVALUATION = b"evaluation"
 
@@ -89,8 +93,8 @@ _EVALUATION = b"evaluation"
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
-    state: of ``lifecycle.ProcessState``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt; http:
-    where it serves /metrics, /healthz and /readyz, "" before its first start.
+    state: value of ``lifecycle.ProcessState``; pid: 0 while it has no process; started: start time of this attempt, ISO
+    8601 UTC; http: URL of its /metrics, /healthz and /readyz, "" before its first start.
     """
 
     role: str
@@ -105,10 +109,11 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything placed by one supervisor.
+    """All replicas placed by one supervisor.
 
-    mark: what its processes carry in their environment; http: where the first serves its status; control: where a
-    driver is directed, "" where there is none; scales: how many replicas of elastic roles are wanted.
+    mark: mark of the run in the environment of its processes; supervisor: pid of the supervisor; driver: address to
+    which all processes connect; http: URL of the first replica's status; control: URL of the driver's control service,
+    "" without a driver; scales: wanted numbers of replicas of elastic roles.
     """
 
     mark: str
@@ -125,7 +130,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     def next_attempts(self) -> dict[str, int]:
-        """Return for each role the first attempt that none of its replicas has used."""
+        """Return for each role the first attempt that no replica of the role has used."""
         attempts: dict[str, int] = {}
         for placed in self.processes:
             attempts[placed.role] = max(attempts.get(placed.role, 0), placed.attempt + 1)
@@ -133,9 +138,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_record(path: Path) -> Record | None:
-    """Read what the supervisor of the folder ``path`` wrote last; None where there is none, or a damaged one.
+    """Return the last record of the folder ``path``, or None if it does not exist or is damaged.
 
-    Raises ManifestError where the disk does not give it.
+    Raises ManifestError if the file cannot be read.
     """
     file = processes_of(path)
     try:
@@ -150,8 +155,7 @@ def load_record(path: Path) -> Record | None:
 def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
     """Return, for each of ``roles``, the first attempt that was never used in a run's folder.
 
-    record: what the last supervisor left, which lacks the roles that it did not have: of those, and without a record,
-    the logs and the checkpoints tell.
+    record: record of the last supervisor, if any. For a role that it lacks, the logs and the checkpoints are read.
     """
     attempts = record.next_attempts() if record is not None else {}
     return {role: attempts.get(role) or _first_in_logs(folder, role) for role in roles}
@@ -170,7 +174,7 @@ def _first_in_logs(folder: Path, role: str) -> int:
 
 @contextlib.contextmanager
 def open_log(path: Path) -> Iterator[TextIO]:
-    """Open a log of this process's own; a disk that does not take its last lines ends no process."""
+    """Open a log of this process; an OSError when it is closed, such as a full disk, is ignored."""
     log = path.open("a", encoding="utf-8")
     try:
         yield log
@@ -180,29 +184,29 @@ def open_log(path: Path) -> Iterator[TextIO]:
 
 
 class RoleLog:
-    """The log of one replica; remembers where the current attempt begins."""
+    """The log of one replica; remembers the position at which the current attempt starts."""
 
     def __init__(self, path: Path) -> None:
-        """Name the file; it is created by the first attempt."""
+        """Set the path; the first attempt creates the file."""
         self.path = path
-        self._begins_at = 0
+        self._offset = 0
 
     def begin(self, *, attempt: int, argv: Sequence[str]) -> None:
-        """Head a new attempt."""
+        """Add the first line of a new attempt."""
         self.note(f"attempt {attempt}: {shlex.join(argv)}")
         with contextlib.suppress(OSError):
-            self._begins_at = self.path.stat().st_size
+            self._offset = self.path.stat().st_size
 
-    def note(self, words: str) -> None:
-        """Add a line of the supervisor's own."""
+    def note(self, text: str) -> None:
+        """Add a line from the supervisor."""
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {words}\n")
+            file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n")
 
     def tail(self) -> list[str]:
-        """Return the last lines that the current attempt itself has written."""
+        """Return the last lines that the process of the current attempt has written."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))
+                file.seek(max(self._offset, self.path.stat().st_size - _TAIL_BYTES))
                 lines = file.read().decode("utf-8", errors="replace").splitlines()
         except OSError as error:
             return [f"its log cannot be read: {error}"]
@@ -211,25 +215,25 @@ class RoleLog:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One value that changed; ``MISSING`` stands for one that is not there."""
+    """One value that changed; ``MISSING`` represents an absent value."""
 
     place: Place
     old: Any
     new: Any
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.place))}: {_said(self.old)} -> {_said(self.new)}"
+        return f"{'.'.join(map(str, self.place))}: {_text(self.old)} -> {_text(self.new)}"
 
 
 def differences(old: RLJob, new: RLJob) -> list[Difference]:
-    """Return every value that differs. Raises ManifestError where one of them must not."""
+    """Return every value that differs. Raises ManifestError if one of them must not change."""
     found = list(_differ(_plain(old), _plain(new), ()))
-    frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it makes other prompts"}
+    frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it changes the prompts"}
     frozen.update(_frozen(new.spec, ("spec",), existence=False))
     existing = dict(_frozen(new.spec, ("spec",), existence=True))
     problems = [
         Problem(
-            place=each.place, value=each.new, reason=f"was {_said(each.old)}, and {why}", fix="Keep it, or use --fresh"
+            place=each.place, value=each.new, reason=f"was {_text(each.old)}, and {why}", fix="Keep it, or use --fresh"
         )
         for each in found
         for place, why in (frozen | existing).items()
@@ -266,17 +270,18 @@ def _differ(old: Any, new: Any, at: Place) -> Iterator[Difference]:
         yield Difference(place=at, old=old, new=new)
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "absent" if value is MISSING else shown(value)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
+    """The folder of a run, a queue or a published model, whose lock this process holds until ``release``.
 
-    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own: those
-    within it that this run makes itself, if they are ever made; name: of the file with the manifest; before: what
-    the files of its settings held (None: absent), where a run goes on; figures: bytes of them that were there.
+    moved_to: new path of the run that was moved aside, if any; made: the folders that were created for this one,
+    innermost first; own: names of folders inside it that did not exist before, so only this run can make them; name:
+    name of the manifest file; before: old contents of the settings files of a resumed run (None: absent); figures: size
+    of the metrics file in bytes when the folder was claimed.
     """
 
     path: Path
@@ -290,11 +295,11 @@ class RunFolder:
 
     @classmethod
     def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False, name: str = JOB) -> Self:
-        """Take ``path`` for a run, creating it where needed. name: of the file for its manifest.
+        """Claim ``path`` for a run, creating it if needed. name: name of the manifest file.
 
-        What a supervisor that was killed there has left running is ended. Raises ManifestError where the folder cannot
-        be written, the disk is full, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh``
-        is asked for, or ``resume`` is asked for and there is nothing to continue.
+        Processes that a killed supervisor has left running there are ended. Raises ManifestError if the folder cannot
+        be written, the disk is full, another supervisor holds the folder, it holds a run and neither ``resume`` nor
+        ``fresh`` is set, or ``resume`` is set and there is nothing to continue.
         """
         path = path.absolute()
         try:
@@ -303,26 +308,26 @@ class RunFolder:
             raise ManifestError(
                 "the path is not UTF-8", where=ascii(str(path)), hint="Give another --output"
             ) from error
-        held = holds_run(path) and not _came_to_nothing(path)
+        has_run = holds_run(path) and not _is_failed_start(path)
         if resume and not (path / name).is_file():
             raise ManifestError(
                 "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
             )
-        if held and not (resume or fresh):
+        if has_run and not (resume or fresh):
             _check_unused(path)
-            there = next((what for file, what in _HOLDS.items() if (path / file).is_file()), "a run")
+            content = next((what for file, what in _HOLDS.items() if (path / file).is_file()), "a run")
             hint = "Move it aside with --fresh, or give another --output"
             if name == JOB and (path / name).is_file():
                 hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
-            raise ManifestError(f"the folder already holds {there}", where=str(path), hint=hint)
+            raise ManifestError(f"the folder already holds {content}", where=str(path), hint=hint)
         _check_room(path)
         try:
-            moved_to = _move_aside(path) if held and fresh else None
+            moved_to = _move_aside(path) if has_run and fresh else None
             made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
             lock = _lock(path, in_place_of=moved_to)
             try:
                 _end_predecessor(path)
-                if not resume and _came_to_nothing(path):
+                if not resume and _is_failed_start(path):
                     _clear(path)
                 (path / "logs").mkdir(exist_ok=True)
                 settings = (path / name, overrides_of(path), requests_of(path)) if resume else ()
@@ -363,45 +368,45 @@ class RunFolder:
 
     @property
     def requests(self) -> Path:
-        """Numbers of rollouts that persons have asked for by ``asyncflow scale``."""
+        """The numbers of rollouts that users have requested with ``asyncflow scale``."""
         return requests_of(self.path)
 
     @property
     def summary(self) -> Path:
-        """Path of the summary, which the driver writes before it ends."""
+        """The summary, which the driver writes before it ends."""
         return self.path / SUMMARY
 
     def log(self, name: str) -> Path:
-        """The log of one replica, appended to over its restarts."""
+        """Return the log file of one replica, to which all its attempts append."""
         return self.path / "logs" / f"{name}.log"
 
     def write_token(self) -> None:
-        """Make a new token that only this user can read."""
+        """Write a new token to a file that only this user can read."""
         write_whole(self.token, secrets.token_urlsafe(32).encode(), mode=0o600)
 
     def save_overrides(self, overrides: Sequence[str]) -> None:
-        """Write down the ``--set`` values of this run. Raises OSError."""
+        """Save the ``--set`` values of this run. Raises OSError."""
         write_whole(self.overrides, msgspec.json.encode(list(overrides)))
 
     def release(self, *, undo: bool = False) -> None:
-        """Remove the token and let others have the folder.
+        """Remove the token and release the lock of the folder.
 
-        undo: this start was refused: unless a run made progress here, remove what the start has made, the folder too,
-        and move back the run that it moved aside; a run that was to go on gets back the settings that it had, unless
-        it made a step with the new ones.
+        undo: whether to undo this start, because it was refused. Unless the run has made progress, everything that the
+        start has made is removed, including the folder, and the run that it moved aside is moved back. A resumed run
+        gets its old settings back, unless it made a step with the new ones.
         """
         with contextlib.suppress(OSError):
             self.token.unlink()
         try:
             if undo and self.before and _figures(self.path) == self.figures:
-                self._put_back()
+                self._restore_settings()
             elif undo and not self.before and not _has_progress(self.path):
                 self._undo()
         except OSError as error:
             _log.warning("%s is left as it is: %s", self.path, error)
         os.close(self.lock)
 
-    def _put_back(self) -> None:
+    def _restore_settings(self) -> None:
         for file, content in self.before.items():
             if content is None:
                 file.unlink(missing_ok=True)
@@ -414,14 +419,14 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / "run" / "lock").unlink()
         for folder in (self.path / "run", self.path / "logs", *self.made):
-            with contextlib.suppress(OSError):  # somebody else has put something there
+            with contextlib.suppress(OSError):  # it contains other files
                 folder.rmdir()
         if self.moved_to is not None and not self.path.exists():
             self.moved_to.rename(self.path)
 
 
 def saved_overrides(path: Path) -> list[str]:
-    """Return the ``--set`` values with which the run at ``path`` was begun. Raises ManifestError if unreadable."""
+    """Return the ``--set`` values with which the run at ``path`` was started. Raises ManifestError if unreadable."""
     file = overrides_of(path)
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[str])
@@ -435,52 +440,52 @@ def saved_overrides(path: Path) -> list[str]:
 
 
 def processes_of(path: Path) -> Path:
-    """Return the record of placements, in the folder of a run."""
+    """Return the path of the record of placements in the folder of a run."""
     return path / "run" / "processes.json"
 
 
 def overrides_of(path: Path) -> Path:
-    """Return the file of the ``--set`` values, in the folder of a run."""
+    """Return the path of the ``--set`` values in the folder of a run."""
     return path / "run" / "overrides.json"
 
 
 def requests_of(path: Path) -> Path:
-    """Return the file of what persons have asked for by ``asyncflow scale``, in the folder of a run."""
+    """Return the path of users' requests (``asyncflow scale``) in the folder of a run."""
     return path / "run" / "scale.json"
 
 
 def record_of(path: Path) -> Record:
-    """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError where none does."""
+    """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError if none does."""
     if _is_held(path) and (record := load_record(path)) is not None:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
     for alone in (path / QUEUE, path / SYNC):
         if alone.is_file():
             hint = f"Serve it again: {shlex.join(['asyncflow', 'run', str(alone), '--output', str(path)])}"
-    raise ManifestError("no run is going on there", where=str(path), hint=hint)
+    raise ManifestError("no run is active there", where=str(path), hint=hint)
 
 
 def check_run(path: Path, *files: str) -> None:
-    """Raise ManifestError where the folder ``path`` has none of the files of a run, by default its manifest."""
+    """Raise ManifestError if the folder ``path`` has none of ``files`` of a run, by default its manifest."""
     if not any((path / name).is_file() for name in files or (JOB,)):
         raise ManifestError("there is no run", where=str(path), hint="Give the folder of a run, e.g. runs/quickstart")
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a run has left something at ``path`` that must not be written over."""
+    """Return whether ``path`` contains files of a run, which must not be overwritten."""
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
 
 
-def _came_to_nothing(path: Path) -> bool:
-    """Return whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
-    begun = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
-    return begun and not _has_progress(path)
+def _is_failed_start(path: Path) -> bool:
+    """Return whether a supervisor has started a job at ``path`` that made no progress that could be lost."""
+    started = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
+    return started and not _has_progress(path)
 
 
 def _has_progress(path: Path) -> bool:
     if any((path / name).exists() for name in (SUMMARY, "export")):
         return True
-    if (put := path / PROMPTS).is_file() and put.stat().st_size > 0:
+    if (prompts := path / PROMPTS).is_file() and prompts.stat().st_size > 0:
         return True
     metrics, events = ([path / name, path / f"{name}{ASIDE}"] for name in (METRICS, EVENTS))
     return (
@@ -496,7 +501,7 @@ def _figures(path: Path) -> int:
 
 
 def _clear(path: Path) -> None:
-    """Remove what a start from which nothing came has left; the lock stays."""
+    """Remove the files of a start that made no progress, except the lock."""
     for name in _RUN_ENTRIES:
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
@@ -513,15 +518,15 @@ def _clear(path: Path) -> None:
 
 
 def _check_room(path: Path) -> None:
-    """Refuse to begin on a disk that is full. Raises ManifestError."""
+    """Raise ManifestError if the disk is too full for a run to start."""
     disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
     if disk.total and disk.free < LEAST_FREE:
-        words = f"only {disk.free >> 10} KiB are free there, and a run needs {LEAST_FREE >> 10} to begin"
-        raise ManifestError(words, where=str(path), hint="Free some space, or give another --output")
+        what = f"only {disk.free >> 10} KiB are free there, and a run needs {LEAST_FREE >> 10} KiB to start"
+        raise ManifestError(what, where=str(path), hint="Free some space, or give another --output")
 
 
 def _check_unused(path: Path) -> None:
-    """Raise ManifestError where another supervisor holds the folder; leave it as it is."""
+    """Raise ManifestError if another supervisor holds the folder; do not change the folder."""
     if _is_held(path):
         raise _in_use(path)
 
@@ -547,9 +552,9 @@ def _in_use(path: Path) -> ManifestError:
 
 
 def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
-    """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends.
+    """Create the folder if needed and lock it for this process; the kernel releases the lock when the process ends.
 
-    in_place_of: the run that was moved aside for it, which is moved back where it cannot be made.
+    in_place_of: new path of the run that was moved aside for it; it is moved back if the folder cannot be created.
     """
     run = path / "run"
     try:
@@ -573,22 +578,22 @@ def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
 
 
 def _end_predecessor(path: Path) -> None:
-    """End what the folder's last supervisor, which is gone since this process has its lock, has left running.
+    """End the processes that the folder's last supervisor left running.
 
-    A damaged record, which tells of none, is set aside.
+    That supervisor has ended, since this process holds its lock. A damaged record is renamed, since it cannot be used.
     """
     record, file = load_record(path), processes_of(path)
     if record is not None:
         reaper.sweep(mark=record.mark, sessions=())
     elif file.exists():
         aside = file.with_name(f"{file.name}{ASIDE}")
-        _log.warning("the record of placements is damaged, see %s; the logs tell which attempts there were", aside)
+        _log.warning("the record of placements is damaged, see %s; used attempts are read from the logs", aside)
         with contextlib.suppress(OSError):
             file.rename(aside)
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename the folder, which nobody may be using, to the first free name of the form ``NAME.N``."""
+    """Rename the folder, which must not be in use, to the first free name of the form ``NAME.N``."""
     lock = _lock(path)
     try:
         _end_predecessor(path)

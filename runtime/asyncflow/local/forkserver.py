@@ -1,14 +1,16 @@
-"""A process that has imported what roles need, and forks them: a role begins in milliseconds instead of seconds.
+"""A process that imports the modules of roles once and forks the roles, which start in milliseconds instead of seconds.
 
-Most of the time in which a role begins is the import of its modules, of torch and transformers above all. The fork
-server (the name is that of Python's ``multiprocessing``, of which this takes the idea and no code) imports them once
-for a run. A forked role is what a started one would be: a child of the supervisor, the leader of its own session, with
-its own environment, log and title, and the number of threads that its environment says.
+Most of the start time of a role is the import of its modules, mainly torch and transformers. The fork server (named
+after the one of Python's ``multiprocessing``, whose idea it uses, but none of its code) imports them once for a run. A
+forked role is like a spawned one: it is a child of the supervisor and the leader of its own session, and has its own
+environment, log, title, and the number of threads that its environment sets.
 
-Invariants: the server has one thread when it forks, and else does not; it never imports what opens a device. A forked
-process does nothing before the supervisor, which knows its pid by then, lets it; it ends where the supervisor is gone
-or has given it up, so an attempt is never begun twice. Where the server has ended, or could not import a module, roles
-are started without it.
+Invariants:
+
+* The server forks only while it has one thread; otherwise it refuses. It never imports a module that opens a device.
+* A forked process does nothing before the supervisor, which knows its pid by then, releases it. It ends if the
+  supervisor has ended or has given up on it, so an attempt is never started twice.
+* If the server has ended, or could not import a module, roles are spawned without it.
 """
 
 from __future__ import annotations
@@ -42,90 +44,92 @@ _PACKET = 1 << 20
 """Bytes to read for a message; more than the kernel takes for one (``net.core.wmem_max``)."""
 _IMPORT_S = 120.0
 _ANSWER_S = 10.0
-_GO_S = 30.0
-_LEAVE_S = 2.0
+_RELEASE_S = 30.0
+_EXIT_S = 2.0
 
 
 class ForkServer:
     """The supervisor's side of a fork server.
 
-    usable: whether it can be asked; False for good once it has ended, or failed at anything.
+    usable: whether it accepts requests; permanently False once it has ended or a request has failed.
     """
 
     def __init__(
         self, modules: Sequence[str], *, env: Mapping[str, str], log: Path, changed: Callable[[], None]
     ) -> None:
-        """Start the server, which begins to import ``modules``. changed: called when ``ready`` may have changed.
+        """Start the server, which starts to import ``modules``.
 
-        env: the environment of the server, in which PARENT names this process; log: what it has to say. Raises OSError
-        where it cannot be started.
+        env: environment of the server, in which PARENT names this process; log: file for its output; changed: called
+        when the result of ``ready`` may have changed. Raises OSError if the server cannot be started.
         """
         self.usable = True
         self._imported: set[str] = set()
         self._changed = changed
-        self._gone = asyncio.Event()
+        self._exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             argv = [sys.executable, "-m", __name__, *modules]
-            own = {**env, "OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"}
-            self._process = Process.spawn(argv, env=own, log=log, on_exit=self._ended, stdin=theirs.fileno())
+            server_env = {**env, "OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"}
+            stdin = server_end.fileno()
+            self._process = Process.spawn(argv, env=server_env, log=log, on_exit=self._ended, stdin=stdin)
         self._socket.settimeout(_ANSWER_S)
         self._loop.add_reader(self._socket, self._imports_ended)
-        self._importing: asyncio.TimerHandle | None = self._until_imported()
+        self._importing: asyncio.TimerHandle | None = self._import_deadline()
 
     @property
     def pid(self) -> int:
-        """The server's process id, and session."""
+        """The server's process id, which is also its session id."""
         return self._process.pid
 
     def ready(self, modules: Sequence[str]) -> bool:
-        """Return whether a role that needs ``modules`` can begin now; where they are missing, have them imported."""
+        """Return whether a role that needs ``modules`` can start now; request the import of missing modules."""
         if self.usable and self._importing is None:
             missing = [module for module in modules if module not in self._imported]
             if missing and self._send({"import": missing}):
-                self._importing = self._until_imported()
+                self._importing = self._import_deadline()
         return not self.usable or self._importing is None
 
     def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, on_exit: Callable[[ExitStatus], None]
     ) -> Process | None:
-        """Fork a process that runs ``argv`` as ``Process.spawn`` would start it, None where none came of it.
+        """Fork a process that runs ``argv`` as ``Process.spawn`` would; return None if the server could not fork it.
 
-        argv: ``python -m MODULE ...``. Raises OSError where the log cannot be opened.
+        argv: ``python -m MODULE ...``. Raises OSError if the log cannot be opened.
         """
         if not self.usable:
             return None
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        go, held = os.pipe()
+        reader, writer = os.pipe()  # a byte in this pipe releases the forked process
         try:
-            if not self._send({"argv": list(argv), "env": dict(env)}, output, go) or (pid := self._forked()) is None:
+            request = {"argv": list(argv), "env": dict(env)}
+            if not self._send(request, output, reader) or (pid := self._receive_pid()) is None:
                 return None
             process = Process(pid, on_exit=on_exit)
-            os.write(held, b"!")
+            os.write(writer, b"!")
         finally:
-            for descriptor in (output, go, held):
+            for descriptor in (output, reader, writer):
                 os.close(descriptor)
         return process
 
     async def close(self) -> None:
-        """End the server at once: it has nothing to keep. What it has forked goes on."""
-        self._leave()
+        """End the server immediately, since it has no state to save. The processes that it forked keep running."""
+        self._disconnect()
         self._process.kill()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), _LEAVE_S)
+            await asyncio.wait_for(self._exited.wait(), _EXIT_S)
 
-    def _until_imported(self) -> asyncio.TimerHandle:
+    def _import_deadline(self) -> asyncio.TimerHandle:
         return self._loop.call_later(_IMPORT_S, self._give_up, f"its imports did not end within {_IMPORT_S:g} s")
 
     def _send(self, message: Mapping[str, object], *descriptors: int) -> bool:
         try:
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
         except OSError as error:
-            self._give_up(f"it cannot be asked: {error}")
+            self._give_up(f"no request can be sent to it: {error}")
         return self.usable
 
-    def _forked(self) -> int | None:
+    def _receive_pid(self) -> int | None:
         try:
             answer = json.loads(self._socket.recv(_PACKET) or b"{}")
         except OSError as error:
@@ -137,9 +141,9 @@ class ForkServer:
 
     def _imports_ended(self) -> None:
         packet = b""
-        with contextlib.suppress(ConnectionResetError):  # it was killed before it had read what was asked
+        with contextlib.suppress(ConnectionResetError):  # it was killed before it had read the request
             packet = self._socket.recv(_PACKET)
-        if not packet:  # the end of the process says more
+        if not packet:  # it has ended; _ended reports its exit status
             self._loop.remove_reader(self._socket)
             return
         if self._importing is not None:
@@ -153,10 +157,10 @@ class ForkServer:
 
     def _give_up(self, why: str) -> None:
         _log.warning("roles are started without the fork server: %s", why)
-        self._leave()
+        self._disconnect()
         self._changed()
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         self.usable = False
         if self._importing is not None:
             self._importing.cancel()
@@ -167,11 +171,11 @@ class ForkServer:
     def _ended(self, status: ExitStatus) -> None:
         if self.usable:
             self._give_up(f"it has ended: {status}")
-        self._gone.set()
+        self._exited.set()
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import and fork as the supervisor asks, until it closes its end; in what was forked, be the role."""
+    """Import and fork on request of the supervisor, until it closes its end; in a forked process, run the role."""
     die_with_parent()
     setproctitle.setproctitle("asyncflow fork server")
     find_installed()
@@ -185,7 +189,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def _serve(supervisor: socket.socket, modules: Sequence[str]) -> tuple[dict[str, Any], list[int]] | None:
-    """Return None at the supervisor's end, and in a process that was forked the request and its descriptors."""
+    """Serve requests; return None when the supervisor ends, and in a forked process its request and descriptors."""
     answer: dict[str, object] = _import(modules)
     while True:
         supervisor.send(json.dumps(answer).encode())
@@ -215,49 +219,50 @@ def _import(modules: Sequence[str]) -> dict[str, object]:
             for module in modules:
                 import_module(module)
                 done.append(module)
-    except Exception as error:  # noqa: BLE001  the role that needs it says what is wrong with it
+    except Exception as error:  # noqa: BLE001  the role that needs it reports the error
         return {"imported": done, "failed": f"{modules[len(done)]} cannot be imported: {error}"}
     return {"imported": done}
 
 
 def _fork() -> int:
-    """Fork an orphan, which the supervisor adopts, in a session of its own; return its pid, and 0 in it.
+    """Fork an orphan in its own session, which the supervisor adopts; return its pid, and in the orphan itself 0.
 
-    Raises OSError where the kernel refuses, or where a thread runs, whose locks nobody would ever release there.
+    Raises OSError if the kernel refuses, or if this process has other threads: locks that they hold would never be
+    released in the forked process.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise OSError(f"what it has imported runs {threads - 1} threads")
-    heard, told = os.pipe()
-    between = os.fork()
-    if between == 0:
+        raise OSError(f"the modules that it has imported run {threads - 1} threads")
+    reader, writer = os.pipe()
+    intermediate = os.fork()
+    if intermediate == 0:
         try:
             if os.fork():
                 os._exit(0)
         except OSError:
             os._exit(1)
         os.setsid()
-        os.write(told, str(os.getpid()).encode())
-        os.close(heard)
-        os.close(told)
+        os.write(writer, str(os.getpid()).encode())
+        os.close(reader)
+        os.close(writer)
         return 0
-    os.close(told)
-    pid = os.read(heard, 32)
-    os.close(heard)
-    os.waitpid(between, 0)
+    os.close(writer)
+    pid = os.read(reader, 32)
+    os.close(reader)
+    os.waitpid(intermediate, 0)
     if not pid:
         raise OSError("the second fork failed")
     return int(pid)
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str], output: int, go: int) -> None:
-    """Run ``python -m MODULE ...`` in this process as soon as the supervisor says so, else end."""
+def _become(argv: Sequence[str], env: Mapping[str, str], output: int, release: int) -> None:
+    """Run ``python -m MODULE ...`` in this process once the supervisor has written to ``release``; otherwise exit."""
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    if not select.select([go], [], [], _GO_S)[0] or not os.read(go, 1):
+    if not select.select([release], [], [], _RELEASE_S)[0] or not os.read(release, 1):
         os._exit(1)
-    os.close(go)
+    os.close(release)
     os.environ.clear()
     os.environ.update(env)
     setproctitle.setproctitle(" ".join(argv))
@@ -276,9 +281,9 @@ def _become(argv: Sequence[str], env: Mapping[str, str], output: int, go: int) -
 
 
 def _end(status: int | None) -> None:
-    """End this process as ``multiprocessing`` ends what it has forked, once its threads and exit functions have ended.
+    """Exit with ``status`` once the threads and exit functions have ended, as a process of ``multiprocessing`` does.
 
-    An interpreter that takes itself apart would first copy, page by page, what it shares with the server.
+    A normal shutdown of the interpreter would first copy the memory pages that this process shares with the server.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001

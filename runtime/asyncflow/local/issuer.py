@@ -1,10 +1,10 @@
-"""The certificate authority of a job on one machine, in a folder that only its user may look into.
+"""The certificate authority of a job on one machine, in a folder that only its user may read.
 
-    FOLDER/seed              all that the authority consists of, with the job's name, which is drawn at random
+    FOLDER/seed              the seed that defines the authority, and the job's random unique name
     FOLDER/ROLE-INDEX/       the certificate of a process, as ``rpc.tls`` reads it
 
-Invariant: whoever opens the folder again goes on with the same authority, so that processes which were started before
-and after know each other.
+Invariant: an issuer that opens an existing folder continues its authority, so processes that were started before and
+after accept each other's certificates.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ _RENEW_S = 3600.0
 
 
 class Issuer:
-    """Issues certificates in ``folder``, which is made where it is not there, by the authority that it holds.
+    """Issues certificates by the authority in ``folder``, which is created if missing.
 
-    Raises ManifestError where what lies there is none.
+    Raises ManifestError if the folder's seed cannot be read as one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._issued: dict[tuple[str, int], int] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = folder / "seed"
-        if not kept.exists():
-            write_whole(kept, f"{uuid.uuid4()} {os.urandom(SEED_BYTES).hex()}\n".encode(), mode=0o600)
+        seed_file = folder / "seed"
+        if not seed_file.exists():
+            write_whole(seed_file, f"{uuid.uuid4()} {os.urandom(SEED_BYTES).hex()}\n".encode(), mode=0o600)
         try:
-            job, seed = kept.read_text("ascii").split()
+            job, seed = seed_file.read_text("ascii").split()
             self.authority = Authority(seed=bytes.fromhex(seed), job=job)
         except ValueError as error:
-            hint = "Remove the folder, and start all processes of this job anew"
-            raise ManifestError("there is no certificate authority", where=str(kept), hint=hint) from error
+            hint = "Remove the folder, and restart all processes of this job"
+            raise ManifestError("there is no certificate authority", where=str(seed_file), hint=hint) from error
 
     def issue(self, role: str, index: int = 0) -> Path:
-        """Write the certificate of a process for the present period, and return its folder."""
+        """Write the certificate of a process for the current period, and return its folder."""
         self._write(role, index, period_of(time.time()))
         return self.folder / f"{role}-{index}"
 
     def credentials(self, role: str, index: int = 0) -> Credentials:
-        """Issue a certificate, and be that process."""
+        """Issue a certificate, and return it as credentials of that process."""
         return Credentials(self.issue(role, index))
 
     def renew(self) -> None:
-        """Write those again that were issued for a period which is over."""
+        """Issue again the certificates of an earlier period."""
         now = period_of(time.time())
         for (role, index), period in list(self._issued.items()):
             if period != now:
@@ -67,7 +67,7 @@ class Issuer:
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[Issuer]:
-        """Renew what is issued, in a thread of its own, for as long as the context lasts."""
+        """Renew the issued certificates in a separate thread, for as long as the context lasts."""
         ended = threading.Event()
 
         def run() -> None:
@@ -86,16 +86,17 @@ class Issuer:
             thread.join()
 
     def _write(self, role: str, index: int, period: int) -> None:
-        own = {STORE_SECRET: self.authority.secret(STORE_SECRET)} if role in STORE_ROLES else {}
+        secrets = {STORE_SECRET: self.authority.secret(STORE_SECRET)} if role in STORE_ROLES else {}
         leaf = self.authority.leaf(role, index, period=period)
-        keep(self.folder / f"{role}-{index}", authority=self.authority.certificate, leaf=leaf, secrets=own)
+        keep(self.folder / f"{role}-{index}", authority=self.authority.certificate, leaf=leaf, secrets=secrets)
         self._issued[role, index] = period
 
 
 def keep(folder: Path, *, authority: bytes, leaf: Leaf, secrets: Mapping[str, str] | None = None) -> None:
-    """Write the credentials of a process into ``folder``, which only this user may look into.
+    """Write the credentials of a process into ``folder``, which only this user may read.
 
-    authority: its certificate in PEM; secrets: further ones, by the name of their file. Each file is replaced whole.
+    authority: certificate of the authority in PEM; secrets: further secrets, by file name. Each file is replaced
+    atomically.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = dict(zip(CERTIFICATE_FILES, (authority, leaf.certificate, leaf.key), strict=True))

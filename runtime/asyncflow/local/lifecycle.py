@@ -1,19 +1,23 @@
-"""Lifecycle of a job's processes, pure: which run, which run again, when the job is over, and in which order all end.
+"""Pure state machine of a job's processes: which run, which restart, when the job is over, in which order all end.
 
-The caller reads the clock and carries out what is decided here; ``Event`` says what has happened.
+The caller reads the clock and carries out the decisions; an ``Event`` reports what happened.
 
-A *restart group* is what starts and ends together: one replica, or all ranks of a gang. When a member of it dies, the
-others are told to end, and the whole group starts again with the next attempt. Of a role that is scaled the replicas
-with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the
-next attempt, only when it is wanted again. What the leader has dismissed starts again where the leader fails or goes
-on: its successor needs it. Of a gang some may have ended well before the others were told to: then all start again. At
-the end of a job rollouts hand back what they hold, then trainers may write a checkpoint, then the driver ends, and last
-those on whom all others rely.
+A *restart group* starts and ends together: it is one replica, or all ranks of a gang. When a member fails, the other
+members are ended, and the whole group restarts as the next attempt. If members of a gang had already ended with
+success, they restart, too. If a role is scaled, its replicas with the lowest indices run. A surplus replica *leaves*,
+which is no failure, and restarts, as the next attempt, only when it is wanted again. A group that ended because the
+leader dismissed it restarts if the leader fails, since the next leader needs it, or if the leader keeps running.
 
-Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
-starts only when all its replicas are down. No interval of a policy's ``window_s`` seconds ever holds more than
-``max_restarts`` granted restarts. The result, once given, never changes. Every replica that is to end is in exactly one
-stage, and the last stage is over after ``within_s`` seconds.
+At the end of a job, the roles end in this order: rollouts, which return their leased rows; trainers, which may write a
+checkpoint; the driver; and the roles that all others depend on.
+
+Invariants:
+
+* The attempt of a replica only grows. No two processes of one replica are ever alive at the same time, since a group
+  starts only when all its replicas are down.
+* No interval of a policy's ``window_s`` seconds contains more than ``max_restarts`` granted restarts.
+* The result, once set, never changes.
+* Every replica that is to end is in exactly one stage, and the last stage is over after ``within_s`` seconds.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ from typing import NamedTuple
 from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
 
 CANNOT_START = 127
-"""Exit status that stands for a process that the kernel would not start."""
+"""Exit status that represents a process that could not be started."""
 
 LONGEST_S = 60.0
-"""Most seconds that a restart is put off."""
+"""Longest delay of a restart, in seconds."""
 SETTLED_S = 20.0
-"""A process that ran for so many seconds can run: its next failure is the first of a row."""
+"""After running for this many seconds, a process counts as healthy: its next failure is the first of a new series."""
 _MOST_DOUBLINGS = 32
 
 WITHIN_S = 8.0
-"""Seconds that all roles together have, unless the job says otherwise: Ctrl-C is over within 10 s."""
+"""Seconds in which all roles must end, unless the job sets another time, so that Ctrl-C takes less than 10 s."""
 _FIRST_BY = 0.25
 _ORDER: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"trainer"}), 0.65),
@@ -46,7 +50,7 @@ _ORDER: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"controller", "storage"}), 0.9),
     (frozenset({"holder", "master"}), 1.0),
 )
-"""Roles in the order of their ends, and the share of the time after which those still alive are killed."""
+"""Roles in the order in which they end, and the share of the time after which the processes still alive are killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +69,17 @@ class ExitStatus:
 
     @property
     def ok(self) -> bool:
-        """True where the process ended by itself and reported no failure."""
+        """True if the process ended by itself and reported no failure."""
         return self.status == 0 and self.signal == 0
 
     @property
     def final(self) -> bool:
-        """True where another attempt would end in the same way."""
+        """True if another attempt would end in the same way."""
         return self.status == REFUSED
 
     @property
     def disrupted(self) -> bool:
-        """True where the process lost what it worked on with another one, which is no failure of its role."""
+        """True if the process lost its work because another process failed, which is no failure of its role."""
         return self.status == DISRUPTED
 
     def __str__(self) -> str:
@@ -88,19 +92,19 @@ class ExitStatus:
 
 
 def restart_delay(policy: RestartPolicy, failures: int) -> float:
-    """Return the seconds to wait after ``failures`` failures in a row; none after none."""
+    """Return the seconds to wait after ``failures`` consecutive failures; 0 after none."""
     return float(min(policy.backoff_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_S)) if failures else 0.0
 
 
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts that one role has used within its window."""
+    """The restarts that one role has used within its window (``granted``: their times)."""
 
     policy: RestartPolicy
     granted: deque[float] = field(default_factory=deque)
 
     def grant(self, now: float) -> bool:
-        """Take one restart at ``now`` (seconds, never decreasing); False where the budget is used up."""
+        """Take one restart at ``now`` (seconds, never decreasing); return False if the budget is used up."""
         while self.granted and self.granted[0] <= now - self.policy.window_s:
             self.granted.popleft()
         if len(self.granted) >= self.policy.max_restarts:
@@ -123,8 +127,10 @@ class LocalReplica:
 class ProcessState(StrEnum):
     """State of a replica.
 
-    leaving: told to end because fewer are wanted, and left: ended so; done: it ended well by itself; ended: with the
-    job, whose result was given before.
+    waiting: it is to be started; running; ending: it was told to end because another member of its group failed; down:
+    it ended, and the rest of its group is still ending; leaving: it was told to end because fewer replicas are wanted;
+    left: it ended after leaving; done: it ended by itself with success; ended: it failed or was ended after the job
+    had its result.
     """
 
     WAITING = "waiting"
@@ -146,7 +152,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """The coming start of a group: which replicas, as which attempt, after how many seconds, and what ended whom."""
+    """A scheduled restart of a group, as ``attempt``, in ``delay_s`` seconds; ``culprit`` ended with ``status``."""
 
     replicas: tuple[LocalReplica, ...]
     attempt: int
@@ -157,7 +163,7 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """Result of a job: a good one, or one because ``culprit`` ended with ``status`` and may not start again."""
+    """Result of a job. On a failure, ``culprit``, if set, ended with ``status`` and may not restart; see ``reason``."""
 
     ok: bool
     culprit: LocalReplica | None = None
@@ -179,7 +185,7 @@ class ProcessTable:
     """The replicas of a job. Times are seconds of one monotonic clock that the caller reads."""
 
     def __init__(self, roles: Sequence[Role], *, now: float, attempts: Mapping[str, int] | None = None) -> None:
-        """Enter every replica, to be started at ``now``; ``attempts`` names the roles whose first attempt is not 0."""
+        """Add every replica, to be started at ``now``; ``attempts``: first attempts of roles, if not 0."""
         self._first = dict(attempts or {})
         self._roles: dict[str, Role] = {role.name: role for role in roles}
         self._wanted: dict[str, int] = {role.name: role.replicas for role in roles}
@@ -193,16 +199,16 @@ class ProcessTable:
         for role in roles:
             replicas = [LocalReplica(role.name, index) for index in range(role.replicas)]
             for members in [replicas] if role.gang else [[replica] for replica in replicas]:
-                self._enter(role, members, now)
+                self._add(role, members, now)
 
-    def _enter(self, role: Role, members: Sequence[LocalReplica], now: float) -> None:
+    def _add(self, role: Role, members: Sequence[LocalReplica], now: float) -> None:
         states = dict.fromkeys(members, ProcessState.WAITING)
         group = _RestartGroup(role, self._first.get(role.name, 0), states, start_at=now)
         self._group_of.update(dict.fromkeys(members, group))
 
     @property
     def result(self) -> JobResult | None:
-        """Result of the job, or None while it goes on."""
+        """Result of the job, or None while it runs."""
         return self._result
 
     @property
@@ -211,13 +217,16 @@ class ProcessTable:
         return {replica: (group.states[replica], group.attempt) for replica, group in self._group_of.items()}
 
     def stop(self, reason: str) -> None:
-        """End the job from outside, for ``reason``: nothing starts any more. Without effect once there is a result."""
+        """End the job on an external request, for ``reason``; nothing starts afterwards.
+
+        The call has no effect if the job has a result.
+        """
         self._result = self._result or JobResult(ok=False, reason=reason)
 
     def scale(self, name: str, replicas: int, now: float) -> list[LocalReplica]:
-        """Set the number of replicas of a role that is no gang; return those to be told to end.
+        """Set the number of replicas of a role that is no gang; return the replicas that the caller must end.
 
-        0 to ``replicas`` - 1 are wanted. Said twice it is said once. Without effect once there is a result.
+        The replicas 0 to ``replicas`` - 1 are wanted. The call is idempotent, and has no effect once there is a result.
         """
         if self._result is not None:
             return []
@@ -236,16 +245,16 @@ class ProcessTable:
         return leaving
 
     def _join(self, replica: LocalReplica, now: float) -> None:
-        """Start a replica that is not there; one that still leaves is started when it has left."""
+        """Schedule the start of a replica that does not exist or has left; one that is leaving starts after that."""
         group = self._group_of.get(replica)
         if group is None:
-            self._enter(self._roles[replica.role], [replica], now)
+            self._add(self._roles[replica.role], [replica], now)
         elif group.states[replica] is ProcessState.LEFT:
             group.states[replica] = ProcessState.WAITING
             group.attempt, group.start_at, group.failures = group.attempt + 1, now, 0
 
     def wake_at(self) -> float | None:
-        """Return the time at which ``recall`` or ``due`` has something to do, or None."""
+        """Return the next time at which ``recall`` or ``due`` must be called, or None."""
         return min(
             (
                 group.start_at
@@ -256,9 +265,9 @@ class ProcessTable:
         )
 
     def recall(self, now: float) -> list[LocalReplica]:
-        """Order the next attempt of each group that a leader dismissed which does not end itself.
+        """Schedule the next attempt of each group that the leader dismissed without ending itself in time.
 
-        Return the replicas of these groups that still run: the caller ends them first.
+        Return the replicas of these groups that still run; the caller must end them.
         """
         ending: list[LocalReplica] = []
         for group in self._group_of.values():
@@ -268,7 +277,7 @@ class ProcessTable:
         return ending
 
     def due(self, now: float) -> list[Start]:
-        """Return the replicas to start at ``now``, in plan order; from here on they count as running."""
+        """Return the replicas to start at ``now``, in plan order, and mark them as running."""
         starts = []
         for replica, group in self._group_of.items():
             if self._result is None and group.states[replica] is ProcessState.WAITING and group.start_at <= now:
@@ -278,15 +287,14 @@ class ProcessTable:
         return starts
 
     def still_due(self, start: Start) -> bool:
-        """Return whether what ``due`` returned is still to be started: its gang may have ended, or it may have left."""
+        """Return whether a start that ``due`` returned is still valid: its gang may have ended, or it may have left."""
         group = self._group_of[start.replica]
         return (group.states[start.replica], group.attempt) == (ProcessState.RUNNING, start.attempt)
 
     def ended(self, replica: LocalReplica, status: ExitStatus, now: float) -> tuple[list[LocalReplica], Restart | None]:
-        """Take the end of a running replica.
+        """Record that a running replica has ended.
 
-        Return the replicas to be ended because they belong to the same group, and the restart where one was decided
-        now.
+        Return the other replicas of its group that the caller must end, and the restart if one was decided now.
         """
         group = self._group_of[replica]
         if self._result is not None:
@@ -303,14 +311,14 @@ class ProcessTable:
             return [], None
         if status.ok:
             group.states[replica], group.start_at = ProcessState.DONE, now + group.role.restart.dismissed_s
-            self._judge_done(group.role)
+            self._check_done(group.role)
             return [], None
         group.states[replica] = ProcessState.DOWN
         return self._failed(group, replica, status, now)
 
-    def _judge_done(self, role: Role) -> None:
-        gone = (ProcessState.DONE, ProcessState.LEFT)
-        all_done = all(group.states[replica] in gone for replica, group in self._group_of.items())
+    def _check_done(self, role: Role) -> None:
+        finished = (ProcessState.DONE, ProcessState.LEFT)
+        all_done = all(group.states[replica] in finished for replica, group in self._group_of.items())
         if role.leader or (all_done and not self._led):
             self._result = JobResult(ok=True)
 
@@ -318,7 +326,7 @@ class ProcessTable:
         self, group: _RestartGroup, replica: LocalReplica, status: ExitStatus, now: float
     ) -> tuple[list[LocalReplica], Restart | None]:
         if status.final:
-            self._result = JobResult(ok=False, culprit=replica, status=status, reason="it refuses its input")
+            self._result = JobResult(ok=False, culprit=replica, status=status, reason="it refused its input")
             return [], None
         budget = (self._disruptions if status.disrupted else self._budgets)[replica.role]
         if not budget.grant(now):
@@ -329,14 +337,14 @@ class ProcessTable:
         group.failures = 1 if now - group.started_at >= SETTLED_S else group.failures + 1
         others = self._next_attempt(group, now)
         if group.role.leader:
-            self._hasten(now)
+            self._schedule_done_groups(now)
         wait = restart_delay(group.role.restart, group.failures)
         return others, Restart(
             replicas=tuple(group.states), attempt=group.attempt, delay_s=wait, culprit=replica, status=status
         )
 
     def _next_attempt(self, group: _RestartGroup, now: float) -> list[LocalReplica]:
-        """Order the next attempt of a group, to start when all of it is down; return its replicas that still run."""
+        """Schedule the next attempt of a group, once all its replicas are down; return those that still run."""
         others = [other for other, state in group.states.items() if state is ProcessState.RUNNING]
         group.states.update(dict.fromkeys(others, ProcessState.ENDING))
         group.attempt += 1
@@ -344,13 +352,13 @@ class ProcessTable:
         return others
 
     def _was_dismissed(self, group: _RestartGroup) -> bool:
-        """Return whether some of a group ended well and the rest run, while the leader, which dismissed it, goes on."""
+        """Return whether a part of the group, or all of it, ended with success while the leader still runs."""
         states = set(group.states.values())
-        as_told = {ProcessState.DONE} <= states <= {ProcessState.DONE, ProcessState.RUNNING}
-        return self._led and self._result is None and as_told
+        dismissed = {ProcessState.DONE} <= states <= {ProcessState.DONE, ProcessState.RUNNING}
+        return self._led and self._result is None and dismissed
 
-    def _hasten(self, now: float) -> None:
-        """Make each group that has ended well due now: the next leader needs it."""
+    def _schedule_done_groups(self, now: float) -> None:
+        """Make ``recall`` restart, from ``now`` on, each group that ended with success: the next leader needs it."""
         for group in self._group_of.values():
             if all(state is ProcessState.DONE for state in group.states.values()):
                 group.start_at = now
@@ -364,14 +372,14 @@ class ProcessTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndStage:
-    """Replicas that are told to end together; those alive ``by_s`` seconds after the beginning are killed."""
+    """Replicas that are ended together; those still alive ``by_s`` seconds after the shutdown started are killed."""
 
     replicas: tuple[LocalReplica, ...]
     by_s: float
 
 
 def end_stages(replicas: Iterable[LocalReplica], *, within_s: float = WITHIN_S) -> list[EndStage]:
-    """Sort living replicas into stages; roles that nobody depends on come first, empty stages are left out."""
+    """Return the stages in which living replicas end: roles that no other depends on first, without empty stages."""
     replicas = list(replicas)
     named = frozenset().union(*(roles for roles, _ in _ORDER))
     first = EndStage(replicas=tuple(each for each in replicas if each.role not in named), by_s=_FIRST_BY * within_s)
@@ -384,7 +392,7 @@ def end_stages(replicas: Iterable[LocalReplica], *, within_s: float = WITHIN_S) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessStarted:
-    """A process runs."""
+    """A process was started."""
 
     replica: LocalReplica
     attempt: int
@@ -393,7 +401,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessEnded:
-    """A process ended; ``wanted`` where it was told to."""
+    """A process ended; ``wanted``: because the supervisor told it to."""
 
     replica: LocalReplica
     attempt: int
@@ -403,14 +411,14 @@ class ProcessEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """A replica or a gang starts again."""
+    """A replica or a gang restarts."""
 
     restart: Restart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
-    """Another number of replicas is wanted; why: who asked for it, or why there are not more."""
+    """The wanted number of replicas changed; why: the source of the request, or why more are not possible."""
 
     role: str
     before: int
@@ -420,7 +428,7 @@ class Scaled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopping:
-    """Everything is told to end, for this reason."""
+    """All processes are being ended, for this reason."""
 
     reason: str
 

@@ -1,14 +1,17 @@
-"""Places on this machine: the devices, loopback ports and command line of each process.
+"""Placement on this machine: the devices, loopback ports and command line of each process.
 
-What is added to the plan is what only this machine knows: paths, ports, devices, the interpreter, and which kind of
-device ``profile: auto`` stands for.
+This module adds to the plan the facts that only this machine knows: paths, ports, devices, the interpreter, and the
+kind of device that ``profile: auto`` selects.
 
-Invariants: a process has the same devices and serves at the same ports however often it starts again, and however many
-replicas join it. The shares of a device sum to at most 1, and no two ranks of a gang have the same device; devices that
-a template names are given to no other role. A port lies below the range from which the kernel picks ports for outgoing
-connections, so that no connection takes it while the driver is down; and no two supervisors of one machine hold the
-same port: each holds an abstract Unix socket named after it, which the kernel takes back when the supervisor ends,
-however it ends.
+Invariants:
+
+* A process keeps its devices and ports over all its restarts, however many replicas join.
+* The shares of a device sum to at most 1, and no two ranks of a gang have the same device. Devices that a template
+  names are assigned to no other role.
+* A port lies below the range from which the kernel picks ports for outgoing connections, so that no connection takes
+  it while the driver is down.
+* No two supervisors of one machine hold the same port: each holds an abstract Unix socket named after the port, which
+  the kernel releases when the supervisor ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from asyncflow.plan.job import READ_LATE, critic_role
 from asyncflow.plan.roles import Role
 
 COMMANDS = "asyncflow.cli"
-"""Module of the command line, which is above this one."""
+"""Module of the command line, by name, since this module must not import it."""
 _LOWEST = 15000
 _WITHOUT_RANGE = 32768
 
@@ -48,15 +51,15 @@ _ROUNDING = 1e-9
 
 
 class PortReservation:
-    """Some free TCP ports of 127.0.0.1, as a context: entering gives them, leaving gives them up."""
+    """A reservation of free TCP ports of 127.0.0.1, as a context manager that returns the ports and releases them."""
 
     def __init__(self, count: int, *, first: int = 0) -> None:
-        """Reserve ``count`` ports, of which the first is ``first`` unless that is 0.
+        """Reserve ``count`` ports; the first one is ``first`` unless that is 0.
 
-        Raises AsyncFlowError where too few are free, or that one is not.
+        Raises AsyncFlowError if ``first`` is taken or too few ports are free.
         """
         self.ports: list[int] = []
-        self._held: list[socket.socket] = []
+        self._locks: list[socket.socket] = []
         if first:
             self._try(first)
             if not self.ports:
@@ -74,7 +77,7 @@ class PortReservation:
             raise
 
     def another(self) -> int:
-        """Reserve one more port, and return it. Raises AsyncFlowError where none is free."""
+        """Reserve one more port, and return it. Raises AsyncFlowError if none is free."""
         before = len(self.ports)
         while self._candidates:
             self._try(self._candidates.pop())
@@ -91,19 +94,19 @@ class PortReservation:
 
     def close(self) -> None:
         """Release the ports."""
-        for held in self._held:
-            held.close()
-        self._held.clear()
+        for lock in self._locks:
+            lock.close()
+        self._locks.clear()
 
     def _try(self, port: int) -> None:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind(f"\0asyncflow-port-{port}")
+            lock.bind(f"\0asyncflow-port-{port}")
             _listen_once(port)
         except OSError:
-            claim.close()
+            lock.close()
             return
-        self._held.append(claim)
+        self._locks.append(lock)
         self.ports.append(port)
 
 
@@ -126,10 +129,10 @@ def _ephemeral_low() -> int:
 def devices_of(
     profile: Profile, *, environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")
 ) -> tuple[str, ...]:
-    """Return this machine's devices by the names that go into ``profile.visible``.
+    """Return the names of this machine's devices, as the environment variable ``profile.visible`` lists them.
 
-    Where the environment has that variable, these are the devices that it names; else all, numbered from 0 as the
-    vendor's runtime does.
+    If the environment has that variable, these are the devices that it names; otherwise all devices, numbered from 0
+    as the vendor's runtime does.
     """
     if profile.visible in environ:
         return _named(environ[profile.visible])
@@ -137,11 +140,11 @@ def devices_of(
 
 
 def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of) -> tuple[RLJob, list[str]]:
-    """Return ``job`` with the kind of device of this machine in place of ``profile: auto``, and notes that say which.
+    """Return ``job`` with this machine's kind of device in place of ``profile: auto``, and notes about each choice.
 
-    Without a count a role has one device where there are some and it can use them, else it computes on the CPU; with a
-    count it asks for devices, and never gets the CPU instead. Raises ManifestError where the job that comes out is
-    against a rule.
+    A role without a count gets one device for each local rank if the machine has devices and the role can use them;
+    otherwise it computes on the CPU. A role with a count requires devices and never gets the CPU instead. Raises
+    ManifestError if the resulting job violates a rule.
     """
     data, notes = job.model_dump(mode="json", by_alias=True, exclude_none=True), []
     for place, worker, plugin in _computing(job.spec):
@@ -168,7 +171,7 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
 
 
 def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSpec | ProcessSpec, str]]:
-    """Yield what may have devices: its place in the spec, what it asks for, and its plug-in, "" for none."""
+    """Yield each section that may have devices: its path in the spec, the section, and its plug-in ("" for none)."""
     yield ("trainer",), spec.trainer, spec.trainer.backend.name
     yield ("rollout",), spec.rollout, spec.rollout.engine.name
     if spec.reference is not None:
@@ -181,21 +184,22 @@ def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSp
 
 
 def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
-    """Return the profile of the devices here, if there are any; of several rows for them one that allows ``count``."""
+    """Return the profile of this machine's devices, None if it has none; prefer a profile that allows ``count``."""
     here = [name for name, facts in PROFILES.items() if facts.files and find(facts)]
     return next((name for name in here if count in PROFILES[name].legal_counts), here[0] if here else None)
 
 
 class DeviceRoom:
-    """The devices of this machine, given to the processes that ask for some.
+    """Assignment of this machine's devices to the processes that request some.
 
-    A role whose template names its devices has those, and nobody else is given them.
+    given: the variables that name the devices of each replica. A role whose template names its devices has those, and
+    they are assigned to no other role.
     """
 
     def __init__(self, roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of) -> None:
         """Assign devices to every replica of ``roles``.
 
-        Raises ManifestError where the machine or a template has too few, or where a template names the same devices
+        Raises ManifestError if the machine or a template has too few devices, or if a template names the same devices
         for all processes of a gang.
         """
         self._asking: dict[str, Role] = {role.name: role for role in roles if role.resources.accelerators}
@@ -210,7 +214,7 @@ class DeviceRoom:
                 self.give(LocalReplica(role.name, index))
 
     def give(self, replica: LocalReplica) -> None:
-        """Assign devices to a replica, unless it has them. Raises ManifestError where there are too few."""
+        """Assign devices to a replica that has none yet. Raises ManifestError if there are too few."""
         role = self._asking.get(replica.role)
         if role is None or replica in self.given or _facts(role).visible in role.env:
             return
@@ -228,7 +232,7 @@ class DeviceRoom:
 
 
 def _own(role: Role) -> tuple[str, ...]:
-    """Return the devices that the role's template names. Raises ManifestError where they cannot serve it."""
+    """Return the devices that the role's template names. Raises ManifestError if they do not fit the role."""
     visible, where = _facts(role).visible, f"{_section(role)}.template.env"
     named, wanted = _named(role.env[visible]), role.resources.accelerators
     if role.linked:
@@ -239,7 +243,7 @@ def _own(role: Role) -> tuple[str, ...]:
         )
     if len(named) < wanted:
         raise ManifestError(
-            f"{visible} = {role.env[visible]!r} names {len(named)} of the {wanted} devices that a process asks for",
+            f"{visible} = {role.env[visible]!r} names {len(named)} of the {wanted} devices that a process requests",
             where=where,
             hint=f"Name {wanted}, or lower {_section(role)}.accelerator.count",
         )
@@ -247,7 +251,7 @@ def _own(role: Role) -> tuple[str, ...]:
 
 
 def _section(role: Role) -> str:
-    """Return the section of the manifest that says which devices a role has, a task by its name."""
+    """Return the section of the manifest that sets the devices of a role; a task is identified by its name."""
     if kind_of_role(role.name) == TASK:
         return f"spec.tasks[{role.name.removeprefix(f'{TASK}-')}]"
     return f"spec.{role.name}.role" if role.name in (REWARD, CRITIC) else f"spec.{role.name}"
@@ -258,7 +262,7 @@ def _facts(role: Role) -> Profile:
 
 
 def _named(variable: str) -> tuple[str, ...]:
-    """Return the devices that a variable names, up to the first that is none, as CUDA reads it."""
+    """Return the devices that a variable names, up to the first empty or negative entry, as CUDA reads it."""
     names = (name.strip() for name in variable.split(","))
     return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
@@ -279,8 +283,8 @@ def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError
     return ManifestError(
         f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
         where=f"{_section(role)}.accelerator",
-        hint="Lower replicas or count, or let roles share a device (accelerator.share); where devices are missing from "
-        f"this count, name them in {facts.visible}",
+        hint="Lower replicas or count, or let roles share a device (accelerator.share); if this count lacks a device, "
+        f"name all devices in {facts.visible}",
     )
 
 
@@ -291,10 +295,10 @@ def _amount(role: Role) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Command line to start for one replica and attempt, and environment variables beside the inherited ones.
+    """Command line of one replica and attempt, and environment variables in addition to the inherited ones.
 
-    http: where it serves /metrics, "" where that is not known; imports: modules of which it may be forked when they are
-    imported, None where it has to be started anew.
+    http: URL of its /metrics, "" if unknown; imports: modules that the fork server must have imported before it may
+    fork the process, None if it must be spawned.
     """
 
     argv: Sequence[str]
@@ -316,8 +320,8 @@ def modules_of(role: Role) -> tuple[str, ...]:
 class Places:
     """Port and devices of each replica.
 
-    ports: where each of ``roles``' replicas serves /metrics, and the first one its status; another_port: reserves one
-    for a replica that joins. Raises ManifestError where this machine has too few devices.
+    ports: port of each replica of ``roles`` for /metrics, and of the first one also for its status; another_port:
+    reserves a port for a replica that joins. Raises ManifestError if this machine has too few devices.
     """
 
     def __init__(
@@ -328,17 +332,17 @@ class Places:
         self._devices = DeviceRoom(roles)
 
     def give(self, replica: LocalReplica) -> None:
-        """Assign a place to a replica, unless it has one. Raises AsyncFlowError where this machine has none."""
+        """Assign a port and devices to a replica that has none yet. Raises AsyncFlowError if too few are free."""
         self._devices.give(replica)
         if replica not in self._ports:
             self._ports[replica] = self._another_port()
 
     def port(self, replica: LocalReplica) -> int:
-        """Return the port at which a replica that has a place serves /metrics."""
+        """Return the port for /metrics of a replica that has a place."""
         return self._ports[replica]
 
     def devices(self, replica: LocalReplica) -> Mapping[str, str]:
-        """Return the variables by which a replica sees its devices."""
+        """Return the environment variables that name the devices of a replica."""
         return self._devices.given.get(replica, {})
 
 
@@ -351,13 +355,13 @@ def launcher(
     places: Places,
     control_port: int | None = None,
 ) -> Callable[[LocalReplica, int], Launch]:
-    """Return the function that says how to start a replica that has a place, as an attempt.
+    """Return the function that makes the ``Launch`` of a replica that has a place, as an attempt.
 
-    issuer: of the certificates of all replicas; driver: the address that all dial; control_port: where a driver is
-    directed. A role that has devices, or variables of the user's, which its libraries may read when they are imported,
-    is started anew.
+    issuer: issues the certificates of all replicas; driver: address to which all processes connect; control_port: port
+    of the driver's control service. A role is spawned, not forked, if it has devices or if the user sets variables
+    that its libraries may read when they are imported.
     """
-    own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
+    common = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
     named: dict[str, Role] = {role.name: role for role in roles}
 
     def launch(replica: LocalReplica, attempt: int) -> Launch:
@@ -373,9 +377,9 @@ def launcher(
             python=sys.executable,
         )
         tls = {TLS_ENV: str(issuer.issue(replica.role, replica.index))}
-        env = {**own, **tls, **places.devices(replica), **role.env}
-        anew = role.resources.accelerators or role.env.keys() - READ_LATE
-        imports = None if anew else modules_of(role)
+        env = {**common, **tls, **places.devices(replica), **role.env}
+        must_spawn = role.resources.accelerators or role.env.keys() - READ_LATE
+        imports = None if must_spawn else modules_of(role)
         return Launch(argv=argv, env=env, http=f"http://127.0.0.1:{port}", imports=imports)
 
     return launch

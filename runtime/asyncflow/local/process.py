@@ -1,10 +1,13 @@
-"""Real processes, each the leader of its own session, and the reaper process that ends them should this one be killed.
+"""Child processes, each the leader of its own session, and the reaper process that ends them if this one is killed.
 
-Invariants: a process is started from the main thread only (it dies with the thread that started it); it is waited
-for exactly once; it inherits no descriptor but its three; its end is told at once by the kernel (pidfd), and when it is
-reported, what the process has started within its session has ended with it. While this process lives, a reaper holds
-the other end of a pipe and has been told every session on the list; when this process ends in whatever way, the pipe
-closes and the reaper ends what is left.
+Invariants:
+
+* A process is started from the main thread only, since it dies with the thread that started it. It is waited for
+  exactly once, and inherits no descriptors except the standard three.
+* The kernel reports the end of a process immediately (pidfd). When ``on_exit`` is called, all processes in the session
+  of the ended process have been killed.
+* While this process lives, a reaper holds the read end of a pipe, through which it receives each session id. When this
+  process ends, for whatever reason, the pipe closes, and the reaper kills the remaining processes.
 """
 
 from __future__ import annotations
@@ -23,19 +26,19 @@ from asyncflow.local.lifecycle import ExitStatus
 
 _log = logging.getLogger(__name__)
 
-_DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+_DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 _SWEEP_S = 0.5
 _REAP_S = 0.1
 
-_AGAIN_S = 1.0
+_RESTART_S = 1.0
 _CLOSE_S = 2.0
 
 
 class Process:
-    """A running child of this process. ``pid`` is its process id, its process group and its session."""
+    """A running child of this process. ``pid`` is its process id, process group id and session id."""
 
     def __init__(self, pid: int, *, on_exit: Callable[[ExitStatus], None]) -> None:
-        """Follow the child ``pid``, which leads a session; ``on_exit`` is called once, on the event loop."""
+        """Watch the child ``pid``, a session leader; ``on_exit`` is called once, on the event loop."""
         self.pid = pid
         self.alive = True
         self._on_exit = on_exit
@@ -53,31 +56,31 @@ class Process:
         on_exit: Callable[[ExitStatus], None],
         stdin: int | None = None,
     ) -> Process:
-        """Start ``argv`` with its output appended to ``log``, and follow it.
+        """Start ``argv`` with its output appended to ``log``, and watch it.
 
-        stdin: a file descriptor that becomes its input, nothing otherwise. Raises OSError where it cannot be started.
+        stdin: file descriptor for its standard input; None for /dev/null. Raises OSError if it cannot be started.
         """
-        silence = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         actions: list[tuple[int, int, str, int, int] | tuple[int, int, int] | tuple[int, int]] = [
-            silence if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0),
+            no_input if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
             *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable()),
         ]
         pid = os.posix_spawnp(
-            argv[0], list(argv), dict(env), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULTED
+            argv[0], list(argv), dict(env), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULT_SIGNALS
         )
         return cls(pid, on_exit=on_exit)
 
     def terminate(self) -> None:
-        """Send the process SIGTERM, so that it ends in order; a stopped one is continued so that it can."""
+        """Send SIGTERM, so that the process shuts down in order, and SIGCONT, in case it is stopped."""
         if self.alive:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """End the whole process group at once."""
+        """Kill the whole process group immediately."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -92,9 +95,9 @@ class Process:
         self._on_exit(ExitStatus.of(wait_status))
 
     def _reap_orphans(self) -> None:
-        """Wait for the dead of the group, which became children of this process if it adopts orphans.
+        """Wait for the dead processes of the group, which became children of this process if it adopts orphans.
 
-        Look again while some are left: the kernel hands over one that was killed only when its last thread has ended.
+        Repeat while some are left: the kernel reports a killed process only after its last thread has ended.
         """
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
@@ -103,7 +106,7 @@ class Process:
 
 
 def _inheritable() -> list[int]:
-    """Return the descriptors beyond the first three that the parent of this process left open for its children."""
+    """Return the inheritable descriptors of this process except the standard three."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -116,30 +119,30 @@ class Watchdog:
     """The supervisor's side of the reaper. ``mark`` names the run in the environment of its processes."""
 
     def __init__(self, *, mark: str, log: Path) -> None:
-        """Start the reaper; its own words, if it ever has any, go to ``log``."""
+        """Start the reaper, whose output is appended to ``log``."""
         self._mark = mark
         self._log_path = log
         self._sessions: set[int] = set()
-        self._gone = asyncio.Event()
+        self._exited = asyncio.Event()
         self._closing = False
         self._start()
 
     def add(self, session: int) -> None:
-        """A session began."""
+        """Add a session that the reaper must end."""
         self._sessions.add(session)
-        self._tell(f"+{session}\n")
+        self._send(f"+{session}\n")
 
     def remove(self, session: int) -> None:
-        """A session is over and its number may be used again."""
+        """Remove a session that has ended, whose id may be reused."""
         self._sessions.discard(session)
-        self._tell(f"-{session}\n")
+        self._send(f"-{session}\n")
 
     async def close(self) -> None:
-        """End the reaper, which looks once more for what is left."""
+        """End the reaper, which kills the remaining processes of the run first."""
         self._closing = True
         os.close(self._pipe)
         try:
-            await asyncio.wait_for(self._gone.wait(), _CLOSE_S)
+            await asyncio.wait_for(self._exited.wait(), _CLOSE_S)
         except TimeoutError:
             self._process.kill()
 
@@ -155,20 +158,20 @@ class Watchdog:
             os.close(read_end)
         self._pipe = write_end
         for session in self._sessions:
-            self._tell(f"+{session}\n")
+            self._send(f"+{session}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, line.encode())
 
     def _ended(self, status: ExitStatus) -> None:
         if self._closing:
-            self._gone.set()
+            self._exited.set()
             return
         _log.warning("the reaper ended (%s); starting another", status)
-        asyncio.get_running_loop().call_later(_AGAIN_S, self._again)
+        asyncio.get_running_loop().call_later(_RESTART_S, self._restart)
 
-    def _again(self) -> None:
+    def _restart(self) -> None:
         if self._closing:
             return
         broken = self._pipe
@@ -176,6 +179,6 @@ class Watchdog:
             self._start()
         except OSError as error:
             _log.warning("no other reaper can be started now: %s", error)
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._again)
+            asyncio.get_running_loop().call_later(_RESTART_S, self._restart)
         else:
             os.close(broken)

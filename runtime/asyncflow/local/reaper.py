@@ -1,11 +1,13 @@
-"""Ends what belongs to a run, and removes the temporary folders of what was killed. Runs as its own small process as
-well, in case the supervisor is killed with SIGKILL.
+"""Killing the processes that belong to a run, and removing their temporary folders.
 
-A process belongs to a run when its session was begun by one of the run's roles, or when its environment carries the
-run's mark. Roles die with the supervisor by themselves (``process``); this is for what their code has started.
+The supervisor calls these functions. This module also runs as a separate small process, which does the same if the
+supervisor is killed with SIGKILL.
 
-Invariant: nothing that does not belong to the run is ever signalled: membership is read again after the pidfd, which
-pins the process, has been opened. Standard library only: the reaper process starts with ``python -I -S``.
+A process belongs to a run if its session was started by one of the run's roles, or if its environment contains the
+run's mark. Roles die with the supervisor by themselves (``process``); the reaper ends the processes that they started.
+
+Invariant: no process outside the run is ever signalled: membership is checked again after opening the pidfd, which
+pins the process. This module imports the standard library only: the reaper process starts with ``python -I -S``.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import time
 from collections.abc import Collection
 
 MARK = "ASYNCFLOW_RUN"
-"""Environment variable that carries the mark of the run to all descendants of its roles."""
+"""Environment variable with the mark of the run, which all descendants of its roles inherit."""
 
-_PATIENCE_S = 5.0
+_SWEEP_S = 5.0
 
 
 def _alive(pid: int) -> bool:
@@ -52,7 +54,7 @@ def _belongs(pid: int, mark: str | None, sessions: Collection[int]) -> bool:
 
 
 def members(*, mark: str | None, sessions: Collection[int]) -> list[int]:
-    """Return the pids of living processes that belong to the run; this process is never one of them."""
+    """Return the pids of living processes that belong to the run, except this process."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark, sessions)]
 
@@ -73,10 +75,10 @@ def kill(*, mark: str | None, sessions: Collection[int]) -> dict[int, int]:
     return killed
 
 
-def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _PATIENCE_S) -> list[int]:
-    """Kill members until none is left. Return the pids that were still alive after ``within_s`` seconds.
+def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _SWEEP_S) -> list[int]:
+    """Kill members until none is left. Return the pids that are still alive after ``within_s`` seconds.
 
-    mark: of the run whose temporary folders (``process.scratch_folder``) are removed then.
+    mark: mark of the run; if no member is left, its temporary folders (``process.scratch_folder``) are removed.
     """
     deadline = time.monotonic() + within_s
     while killed := kill(mark=mark, sessions=sessions):
@@ -88,14 +90,14 @@ def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _PAT
             os.close(pidfd)
         if time.monotonic() >= deadline:
             return members(mark=mark, sessions=sessions)
-    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files, as all disks are full
+    with contextlib.suppress(FileNotFoundError):  # no temporary folder is usable: all disks are full
         for folder in glob.glob(f"{glob.escape(tempfile.gettempdir())}/asyncflow-scratch-{mark}-*") if mark else ():
             shutil.rmtree(folder, ignore_errors=True)
     return []
 
 
 def main(mark: str) -> int:
-    """Follow the supervisor's lines (``+SESSION``, ``-SESSION``) until its end of the pipe closes; then sweep."""
+    """Read the supervisor's lines (``+SESSION``, ``-SESSION``) until its end of the pipe closes; then sweep."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()

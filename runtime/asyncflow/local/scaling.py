@@ -1,11 +1,11 @@
-"""The wanted number of replicas of an elastic role, and who says so: a person, the built-in policy, or the manifest.
+"""The wanted number of replicas of an elastic role, set by the user, by the built-in policy, or by the manifest.
 
-A person's request lies in the run's folder (``run/scale.json``), where ``asyncflow scale`` writes it and the supervisor
-looks at it again and again. What the policy wants is decided by the driver, which shows it in its status.
+``asyncflow scale`` writes the user's request to a file in the run's folder (``run/scale.json``), which the supervisor
+polls. The policy runs in the driver, which reports the wanted number in its status.
 
-Invariants: a request is a level: written twice it counts once, and it counts for the next supervisor of the folder
-too; a person's request switches the policy off for as long as it is there; what is wanted lies within the role's
-bounds. A policy that says nothing, since the driver is away or has seen too little, changes nothing.
+Invariants: a request sets a level, so writing it twice has the same effect as once; it also holds for the next
+supervisor of the folder. While a user's request exists, the policy is off. The wanted number lies within the role's
+bounds. If the policy reports no number, since the driver is unreachable or lacks data, the number stays the same.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 
 By = Literal["person", "policy", "manifest"]
 AUTO: Final = "auto"
-"""In place of a number: let the policy, or the manifest, say again."""
-_ASK_S: Final = 2.0
+"""Value in place of a number: return the decision to the policy, or to the manifest."""
+_POLL_S: Final = 2.0
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas of one role that are wanted.
+    """The wanted number of replicas of one role.
 
-    by: who says so; asked: how many that one asked for; problem: why fewer are wanted, "" where there is room for all;
-    policy: whether the manifest has switched the built-in policy on.
+    by: source of the number; asked: the number that this source requested; problem: reason why fewer are possible, ""
+    if there is room for all; policy: whether the manifest enables the built-in policy.
     """
 
     role: str
@@ -49,29 +49,29 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """Words for who wants that number."""
+        """The source of the number, as text."""
         if self.by == "person":
             off = ", which switches the built-in policy off" if self.policy else ""
-            return f"asked for by asyncflow scale{off}"
-        return "the built-in policy" if self.by == "policy" else "the manifest says so"
+            return f"requested by asyncflow scale{off}"
+        return "set by the built-in policy" if self.by == "policy" else "set by the manifest"
 
 
 Requests = dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]]
 
 
 def read_requests(path: Path) -> Mapping[str, int]:
-    """Return what persons have asked for, by role. Raises ManifestError where the file cannot be read."""
+    """Return the numbers that users have requested, by role. Raises ManifestError if the file cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Requests)
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        hint = "Write it anew with asyncflow scale DIR rollout=N"
-        raise ManifestError(f"what was asked for cannot be read: {error}", where=str(path), hint=hint) from error
+        hint = "Write it again with asyncflow scale DIR rollout=N"
+        raise ManifestError(f"the request cannot be read: {error}", where=str(path), hint=hint) from error
 
 
 def write_request(path: Path, role: str, replicas: int | None) -> None:
-    """Write down that a person wants so many replicas of ``role``, or leaves it to others (None). Raises OSError."""
+    """Save the user's request for a number of replicas of ``role``, or remove the request (None). Raises OSError."""
     try:
         requests = dict(read_requests(path))
     except ManifestError:
@@ -84,7 +84,11 @@ def write_request(path: Path, role: str, replicas: int | None) -> None:
 
 @dataclass(kw_only=True)
 class Scaling:
-    """The wanted number of one elastic role. file: of persons' requests; before: what the last supervisor had."""
+    """The wanted number of one elastic role.
+
+    file: file of users' requests; policy: whether the built-in policy is enabled; before: the scale that the previous
+    supervisor recorded.
+    """
 
     role: Role
     file: Path
@@ -98,7 +102,7 @@ class Scaling:
         self._unreadable = False
 
     def wanted(self) -> Scale:
-        """Return what is wanted now; a file that cannot be read leaves a person's request as it was."""
+        """Return the number wanted now; if the file cannot be read, the last request that was read stays valid."""
         try:
             self._request = read_requests(self.file).get(self.role.name)
             self._unreadable = False
@@ -112,21 +116,21 @@ class Scaling:
         return self._scale(self.role.replicas, "manifest")
 
     def decide(self, status: DriverStatus | None) -> None:
-        """Take in what the driver says; nothing where it says nothing."""
+        """Record the number that the driver reports, if it reports one."""
         if status is not None and status.desired_rollouts is not None:
             self._decided = status.desired_rollouts
 
     async def follow(self, port: int, changed: Callable[[], None]) -> None:
-        """Ask the driver, who serves at ``port``, again and again; call ``changed`` when it wants another number.
+        """Poll the driver at ``port``; call ``changed`` when its wanted number has changed.
 
-        Returns at once where the manifest has not switched the policy on, and never otherwise.
+        Returns immediately if the manifest does not enable the policy; otherwise it runs until cancelled.
         """
         while self.policy:
             before = self._decided
             self.decide(await asyncio.to_thread(ask, port, DriverStatus))
             if self._decided != before:
                 changed()
-            await asyncio.sleep(_ASK_S)
+            await asyncio.sleep(_POLL_S)
 
     def _scale(self, wanted: int, by: By) -> Scale:
         within = max(self.role.core, min(wanted, self.role.most))

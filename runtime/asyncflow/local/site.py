@@ -1,7 +1,6 @@
-"""The site of a run on this machine: its ports, places, certificates and log, and the supervisor of its roles.
+"""Setup of a run on this machine: its ports, devices, certificates and log, and the supervisor of its roles.
 
-Invariant: the ports that a run was given stay its own, through all restarts, for as long as the context ``local_site``
-lasts.
+Invariant: a run keeps its reserved ports, through all restarts, for as long as the context ``local_site`` lasts.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from asyncflow.telemetry.logs import setup_logging
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSite:
-    """A job that is ready to start. address: that all dial; http_port: of the service of the first replica.
+    """A job that is ready to start.
 
-    certificate: folder of one for people who look at the job, or use the queue, or for followers of a publisher.
+    address: address to which all processes connect; http_port: port of the HTTP service of the first replica;
+    certificate: folder with the certificate for users who view the job, for clients of the queue, or for followers of
+    the publisher.
     """
 
     supervisor: Supervisor
@@ -38,7 +39,7 @@ class LocalSite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
-    """Scaling of a job's rollouts. policy: whether the built-in policy is on; drain_s: see ``Fleet``."""
+    """Scaling of a job's rollouts. policy: whether the built-in policy is enabled; drain_s: see ``Fleet``."""
 
     policy: bool
     drain_s: float
@@ -48,15 +49,15 @@ class Elastic:
 def local_site(
     roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0, elastic: Elastic | None = None
 ) -> Iterator[LocalSite]:
-    """Yield what runs ``roles`` from ``folder``; all dial the first of them at ``port`` (0: any).
+    """Yield the site that runs ``roles`` from ``folder``; all connect to the first role at ``port`` (0: any free port).
 
-    It begins with no more replicas than the manifest says: those beyond get their places as any that join, as far as
-    there are some. Raises AsyncFlowError where a port or a device is not to be had.
+    The run starts with at most the number of replicas in the manifest. Replicas beyond it join afterwards, if there are
+    free devices for them. Raises AsyncFlowError if a port or a device is not available.
     """
     scaling = None if elastic is None else _scaling(roles, folder, policy=elastic.policy)
     if scaling is not None:
-        begins = min(scaling.role.replicas, scaling.wanted().wanted)
-        roles = [replace(role, replicas=begins) if role.name == scaling.role.name else role for role in roles]
+        initial = min(scaling.role.replicas, scaling.wanted().wanted)
+        roles = [replace(role, replicas=initial) if role.name == scaling.role.name else role for role in roles]
     replicas = replicas_of(roles)
     reserved = PortReservation(2 + len(replicas), first=port)
     leader = replicas[0].role
@@ -89,16 +90,16 @@ def local_site(
             fleet=fleet,
             imports=[module for role in roles if not role.imports for module in modules_of(role)],
         )
-        people = issuer.issue({"driver": VIEWER, PUBLISHER: FOLLOWER}.get(leader, CLIENT))
+        certificate = issuer.issue({"driver": VIEWER, PUBLISHER: FOLLOWER}.get(leader, CLIENT))
         if is_job:
             issuer.issue(OPERATOR)
             issuer.issue(FOLLOWER)
             _issue_to_user(issuer, roles)
-        yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=people)
+        yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=certificate)
 
 
 def _issue_to_user(issuer: Issuer, roles: Sequence[Role]) -> None:
-    """Issue what the user's own process shows where it is the trainer, and may be one more rollout."""
+    """Issue certificates for the user's own process if it is the trainer, and may be one more rollout."""
     named = {role.name: role for role in roles}
     if "trainer" not in named:
         issuer.issue("trainer")
@@ -107,7 +108,7 @@ def _issue_to_user(issuer: Issuer, roles: Sequence[Role]) -> None:
 
 
 def _scaling(roles: Sequence[Role], folder: RunFolder, *, policy: bool) -> Scaling | None:
-    """Return the scaling of the one role that is elastic, None where the manifest fixes its number."""
+    """Return the scaling of the one elastic role, or None if no role is elastic."""
     previous = load_record(folder.path)
     before = {scale.role: scale for scale in previous.scales} if previous is not None else {}
     elastic = next((role for role in roles if role.elastic), None)

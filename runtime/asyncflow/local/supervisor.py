@@ -1,10 +1,14 @@
-"""The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
+"""The supervisor: starts a process for each replica, restarts failed ones, and ends all processes in order.
 
-It only carries out what ``lifecycle`` decides, and what ``scaling`` says of the number of rollouts. Invariants: when
-``run`` returns or raises, no process of the run is alive; when this process is killed instead, its roles die with it
-and the reaper ends the rest; a disk that fails for a while puts off what must be on record first, and nothing else; a
-replica that is not wanted any more is given its time to hand on its work. A role that may be forked begins when the
-fork server has imported what it needs, and as a new process where that has failed.
+It carries out the decisions of ``lifecycle``, and sets the number of rollouts that ``scaling`` returns. A role that may
+be forked starts once the fork server has imported its modules; if the fork server has failed, it is spawned.
+
+Invariants:
+
+* When ``run`` returns or raises, no process of the run is alive. If this process is killed instead, its roles die with
+  it, and the reaper ends the other processes of the run.
+* A temporary failure of the disk delays only the starts that must be recorded first.
+* A replica that is no longer wanted gets its drain time to hand on its work.
 """
 
 from __future__ import annotations
@@ -53,21 +57,21 @@ from asyncflow.process import PARENT, adopt_orphans
 _log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""Seconds that the other roles have to end by themselves once the job has succeeded."""
+"""Seconds in which the other roles may end by themselves once the job has succeeded."""
 DISK_S = 300.0
-"""Seconds for which the disk may refuse the record before the job ends."""
+"""Seconds for which writes of the record may fail before the job ends."""
 LOOK_S = 0.5
-"""Seconds between two looks at how many replicas are wanted."""
+"""Interval in seconds at which the wanted number of replicas is read."""
 LEAVE_S = 10.0
-"""Seconds beyond the time that it has to hand on its work after which a replica that leaves is killed."""
-_AGAIN_S = 0.2
+"""Seconds after the end of its drain time at which a leaving replica is killed."""
+_RETRY_S = 0.2
 _GANG_END_S = 2.0
 _LAST_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Times of one run, in seconds. active_s: the job fails when it has not finished by then; end_s: for its end."""
+    """Time limits of one run in seconds. active_s: until the job fails if it has not finished; end_s: for shutdown."""
 
     active_s: float | None = None
     end_s: float = WITHIN_S
@@ -77,7 +81,8 @@ class Limits:
 class RunOutcome:
     """Outcome of a run.
 
-    exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed; refused: a role refused its input.
+    exit_code: 0, 1, or 128 + signal; failure: the error to report, if it failed; refused: whether a role refused its
+    input.
     """
 
     exit_code: int
@@ -87,10 +92,10 @@ class RunOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """The role whose number of replicas changes while the run goes on.
+    """The role whose number of replicas changes during the run.
 
-    place: gives a replica its place, or raises AsyncFlowError; port: of the driver's service; drain_s: seconds that a
-    replica has to hand on its work.
+    place: assigns a replica its port and devices, or raises AsyncFlowError; port: port of the driver's HTTP service;
+    drain_s: seconds in which a leaving replica may hand on its work.
     """
 
     scaling: Scaling
@@ -109,9 +114,9 @@ class _Running:
 class Supervisor:
     """One run of the processes of ``roles``.
 
-    All start at once: each waits by itself, with a deadline, for those that it needs. The supervisor owns SIGINT,
-    SIGTERM and SIGHUP of this process while ``run`` goes on. observe: called with every event, on the event loop; it
-    must not block.
+    All processes start at the same time; each waits, with a deadline, for the processes that it needs. While ``run``
+    executes, the supervisor handles SIGINT, SIGTERM and SIGHUP of this process. observe: called with every event, on
+    the event loop; it must not block.
     """
 
     def __init__(
@@ -127,11 +132,11 @@ class Supervisor:
         fleet: Fleet | None = None,
         imports: Sequence[str] = (),
     ) -> None:
-        """Prepare; nothing starts yet.
+        """Prepare the run without starting a process.
 
-        launch: how to start a replica as an attempt; driver, http, control: addresses to note in the record; fleet:
-        what is scaled, if anything is; imports: modules that a fork server imports first, none for no server. Raises
-        ManifestError where an earlier run's record cannot be read now.
+        launch: returns the command line of a replica's attempt; driver, http, control: addresses for the record; fleet:
+        the role that is scaled, if any; imports: modules that the fork server imports first, empty for no fork server.
+        Raises ManifestError if the record of an earlier run cannot be read.
         """
         self._launch = launch
         self._fleet = fleet
@@ -159,7 +164,7 @@ class Supervisor:
         self._imports = imports
         self._forks: ForkServer | None = None
         self._due: list[tuple[Start, Launch]] = []
-        self._enter_new()
+        self._add_new_replicas()
         self._changed = asyncio.Event()
         self._unsaved_since: float | None = None
         self._unwritable: DiskError | None = None
@@ -168,13 +173,14 @@ class Supervisor:
 
     @property
     def placed(self) -> list[Placed]:
-        """Every replica as it is now, in plan order; may be read from any thread."""
+        """The current state of every replica, in plan order; may be read from any thread."""
         return self._record.processes
 
     def stop(self, number: int) -> None:
-        """End the job in order because of signal ``number``; asked a second time, at once.
+        """End the job in order because of signal ``number``; a second call kills all processes immediately.
 
-        SIGHUP does not ask again: a terminal that closes sends it twice, by its shell and by the kernel.
+        A SIGHUP does not count as the second call: a terminal that closes sends it twice, by its shell and by the
+        kernel.
         """
         self._hurry |= self._stop_signal != 0 and number != signal.SIGHUP
         self._stop_signal = self._stop_signal or number
@@ -182,25 +188,25 @@ class Supervisor:
         self._changed.set()
 
     async def run(self) -> RunOutcome:
-        """Run the processes to their end. Everything has ended when this returns."""
+        """Run the processes to their end; all have ended when this returns."""
         with self._signals():
             adopt_orphans(enabled=True)
             self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
             try:
                 with self._deadline():
-                    self._begin_to_import()
+                    self._start_fork_server()
                     async with self._following_policy():
                         result = await self._follow()
                 return await self._conclude(result)
             finally:
                 if self._forks is not None:
                     await self._forks.close()
-                await self._leave_nothing()
+                await self._kill_remaining()
                 await self._watchdog.close()
                 adopt_orphans(enabled=False)
 
-    def _enter_new(self) -> None:
-        """Enter the new replicas of the table in the record."""
+    def _add_new_replicas(self) -> None:
+        """Add the new replicas of the process table to the record."""
         for replica, (_, attempt) in self._table.replicas.items():
             if replica not in self._first:
                 self._first[replica] = attempt
@@ -208,7 +214,7 @@ class Supervisor:
                 self._logs[replica] = RoleLog(self._folder.log(str(replica)))
 
     def _rescale(self, fleet: Fleet) -> None:
-        """Set the number of replicas to what is wanted, or to what there is place for where that is less."""
+        """Set the number of replicas to the wanted number, or to the number for which there are devices and ports."""
         asked, before = fleet.scaling.wanted(), self._scale
         if asked == self._asked:
             return
@@ -217,12 +223,12 @@ class Supervisor:
             try:
                 fleet.place(LocalReplica(name, index))
             except AsyncFlowError as error:
-                _log.warning("%s: %d wanted, and there is place for %d: %s", name, asked.wanted, index, error)
+                _log.warning("%s: %d wanted, but there is room for %d: %s", name, asked.wanted, index, error)
                 asked = msgspec.structs.replace(asked, wanted=index, problem=str(error))
                 break
         self._scale = asked
         leaving = self._table.scale(name, asked.wanted, time.monotonic())
-        self._enter_new()
+        self._add_new_replicas()
         self._end_some(leaving, within_s=fleet.drain_s + LEAVE_S)
         if before is not None:
             why = asked.problem or asked.why
@@ -243,14 +249,14 @@ class Supervisor:
             await asyncio.wait([following])
 
     async def _follow_policy(self, fleet: Fleet) -> None:
-        """Follow the built-in policy; where that fails, the run goes on with the number that it has."""
+        """Follow the built-in policy; if that fails, the run continues with its current number of replicas."""
         try:
             await fleet.scaling.follow(fleet.port, self._changed.set)
-        except Exception:  # noqa: BLE001  the run must not end because its policy did
-            _log.exception("%s: the built-in policy is not followed any more", fleet.scaling.role.name)
+        except Exception:  # noqa: BLE001  a failed policy must not end the run
+            _log.exception("%s: the built-in policy is no longer followed", fleet.scaling.role.name)
 
     async def _follow(self) -> JobResult:
-        """Start what is due, until there is a result."""
+        """Start replicas when they are due, until there is a result."""
         while self._table.result is None:
             if self._fleet is not None:
                 self._rescale(self._fleet)
@@ -263,17 +269,17 @@ class Supervisor:
             if self._due:
                 self._start_ready()
                 self._save()
-            await self._wait_for_change(self._look_at())
+            await self._wait_for_change(self._next_check())
         return self._table.result
 
-    def _look_at(self) -> float | None:
-        """Return the time at which there is something to do although nothing has changed."""
-        soon = [] if (due_at := self._table.wake_at()) is None else [due_at]
+    def _next_check(self) -> float | None:
+        """Return the next time at which the loop must run without a change, None if it need not."""
+        times = [] if (due_at := self._table.wake_at()) is None else [due_at]
         if self._unsaved_since is not None:
-            soon = [time.monotonic() + _AGAIN_S]
+            times = [time.monotonic() + _RETRY_S]
         if self._fleet is not None:
-            soon.append(time.monotonic() + LOOK_S)
-        return min(soon, default=None)
+            times.append(time.monotonic() + LOOK_S)
+        return min(times, default=None)
 
     async def _conclude(self, result: JobResult) -> RunOutcome:
         if result.ok:
@@ -289,24 +295,24 @@ class Supervisor:
         return RunOutcome(exit_code=code, failure=failure, refused=bool(result.culprit) and result.status.final)
 
     async def _end_all(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         for stage in end_stages(self._running, within_s=self._limits.end_s):
             self._terminate(stage.replicas)
-            await self._until_gone(stage.replicas, begun + stage.by_s)
+            await self._wait_until_ended(stage.replicas, started + stage.by_s)
             self._kill(stage.replicas)
 
-    async def _leave_nothing(self) -> None:
+    async def _kill_remaining(self) -> None:
         self._kill(self._running)
         sessions = [running.process.pid for running in self._running.values()]
         left = await asyncio.to_thread(reaper.sweep, mark=self._record.mark, sessions=sessions)
         if left:
-            _log.error("these processes of the run do not die: %s", left)
+            _log.error("these processes of the run are still alive after SIGKILL: %s", left)
         deadline = time.monotonic() + _LAST_S
         while self._running and time.monotonic() < deadline:
             await self._wait_for_change(deadline)
         self._save()
 
-    async def _until_gone(self, replicas: Iterable[LocalReplica], deadline: float) -> None:
+    async def _wait_until_ended(self, replicas: Iterable[LocalReplica], deadline: float) -> None:
         replicas = list(replicas)
         while any(replica in self._running for replica in replicas) and not self._hurry and time.monotonic() < deadline:
             await self._wait_for_change(deadline)
@@ -317,7 +323,7 @@ class Supervisor:
             await asyncio.wait_for(self._changed.wait(), timeout)
         self._changed.clear()
 
-    def _begin_to_import(self) -> None:
+    def _start_fork_server(self) -> None:
         if not self._imports:
             return
         env = {**os.environ, **self._own_variables(), "PYTHONSAFEPATH": "1"}
@@ -333,7 +339,7 @@ class Supervisor:
         return {PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
 
     def _start_ready(self) -> None:
-        """Start what is due, least imports first, but for what is to be forked of modules that are not imported yet."""
+        """Start the due replicas, fewest imports first, except those whose modules the fork server still imports."""
         due, self._due = sorted(self._due, key=lambda pair: len(pair[1].imports or ())), []
         for start, launch in due:
             if launch.imports is None or self._forks is None or self._forks.ready(launch.imports):
@@ -342,7 +348,7 @@ class Supervisor:
                 self._due.append((start, launch))
 
     def _start(self, start: Start, launch: Launch) -> None:
-        """Start a replica, unless another of its gang could not be started since that was decided."""
+        """Start a replica, unless the start is no longer valid because another one of its gang could not be started."""
         replica, attempt = start
         if not self._table.still_due(start):
             return
@@ -364,7 +370,7 @@ class Supervisor:
         self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
 
     def _prepared(self, start: Start) -> Launch | None:
-        """Return how to start a replica, None where the disk does not take its certificate, or one of its gang's."""
+        """Return the launch of a replica; None if its certificate, or one of its gang's, cannot be written."""
         try:
             return self._launch(*start) if self._table.still_due(start) else None
         except OSError as error:
@@ -373,14 +379,14 @@ class Supervisor:
 
     def _cannot_start(self, start: Start, error: OSError) -> None:
         self._logs[start.replica].note(f"cannot be started: {error}")
-        self._take_end(start.replica, ExitStatus(status=CANNOT_START), start.attempt, wanted=False)
+        self._handle_end(start.replica, ExitStatus(status=CANNOT_START), start.attempt, wanted=False)
 
     def _ended(self, replica: LocalReplica, status: ExitStatus) -> None:
         running = self._running.pop(replica)
         self._watchdog.remove(running.process.pid)
-        self._take_end(replica, status, running.attempt, wanted=running.told_to_end)
+        self._handle_end(replica, status, running.attempt, wanted=running.told_to_end)
 
-    def _take_end(self, replica: LocalReplica, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
+    def _handle_end(self, replica: LocalReplica, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
         others, restart = self._table.ended(replica, status, time.monotonic())
         self._end_some(others, within_s=_GANG_END_S)
         self._changed.set()
@@ -391,7 +397,7 @@ class Supervisor:
         self._save()
 
     def _end_some(self, replicas: Sequence[LocalReplica], *, within_s: float) -> None:
-        """End the rest of a gang, or those that leave; one that has not been started yet is down at once."""
+        """End the rest of a gang, or leaving replicas; one that has not been started yet is down immediately."""
         self._terminate(replicas)
         for replica in replicas:
             if running := self._running.get(replica):
@@ -417,15 +423,15 @@ class Supervisor:
             return DeadlineExceeded(result.reason, where=str(self._folder.path), hint=hint)
         log = self._logs[result.culprit]
         last = "".join(f"\n    {line}" for line in log.tail())
-        hint = f"Its last words:{last}" if last else "It has written nothing to its log"
+        hint = f"Its last log lines:{last}" if last else "It has written nothing to its log"
         return RoleFailed(
             f"{result.culprit} ended with {result.status} and {result.reason}", where=str(log.path), hint=hint
         )
 
     def _save(self) -> bool:
-        """Write the record: before anything starts, so that no attempt is ever used twice, and after each change.
+        """Write the record: before a process starts, so that no attempt is ever used twice, and after each change.
 
-        False where the disk refuses it: it is tried again soon, unless that is of no use; then the job ends.
+        Return False if the disk refuses the write: it is retried soon, or ends the job if retries are pointless.
         """
         processes = [
             Placed(
@@ -446,26 +452,26 @@ class Supervisor:
         try:
             self._record.save(self._folder.processes)
         except OSError as error:
-            self._put_off(error)
+            self._handle_failed_save(error)
             return False
         self._unsaved_since = None
         return True
 
-    def _put_off(self, error: OSError) -> None:
+    def _handle_failed_save(self, error: OSError) -> None:
         now = time.monotonic()
         if self._unsaved_since is None:
-            _log.warning("%s cannot be written, which is tried again: %s", self._folder.processes, error)
+            _log.warning("%s cannot be written, and is tried again: %s", self._folder.processes, error)
             self._unsaved_since = now
             self._changed.set()
         if error.errno == errno.EROFS or now - self._unsaved_since > DISK_S:
-            what = f"the run's folder cannot be written any more: {error.strerror}"
+            what = f"the run's folder can no longer be written: {error.strerror}"
             hint = "Make it writable, or free some space, and continue with --resume"
             self._unwritable = DiskError(what, where=str(self._folder.path), hint=hint)
             self._table.stop(what)
 
     @contextlib.contextmanager
     def _deadline(self) -> Iterator[None]:
-        """Fail the job when its time is over."""
+        """Fail the job if it has not finished within its time limit."""
         if self._limits.active_s is None:
             yield
             return
@@ -482,7 +488,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """End the job in order at the signals that end a program; one that was ignored (nohup) stays ignored."""
+        """End the job in order on SIGINT, SIGTERM and SIGHUP; an ignored SIGHUP (nohup) stays ignored."""
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
