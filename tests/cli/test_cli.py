@@ -157,15 +157,15 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["plan", "FILE", "--sigma", "1"], "--sigma: it is about a division of devices"),
-        (["plan", "FILE", "--prompt-tokens", "9"], "--prompt-tokens: it is about a division of devices"),
-        (["plan", "FILE", "--simulations", "12"], "--simulations: it is about a division of devices"),
+        (["plan", "FILE", "--sigma", "1"], "--sigma: it only has an effect with --devices"),
+        (["plan", "FILE", "--prompt-tokens", "9"], "--prompt-tokens: it only has an effect with --devices"),
+        (["plan", "FILE", "--simulations", "12"], "--simulations: it only has an effect with --devices"),
         (["plan", "FILE", "--devices", "2", "--svg", "flow.svg"], "--svg: a division of devices is not drawn"),
-        (["run", "FILE", "--port", "5571"], "--port: a job finds its ports itself"),
-        (["sim", "FILE", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
-        (["timeline", "DIR", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
-        (["replay", "DIR", "--step", "1", "--list", "--output", "DIR"], "--output: no checkpoint is made"),
-        (["ui", "DIR", "--without-texts"], "--without-texts: it is about a file"),
+        (["run", "FILE", "--port", "5571"], "--port: a job chooses its ports itself"),
+        (["sim", "FILE", "--json", "--output", "DIR"], "--output: it has no effect with --json"),
+        (["timeline", "DIR", "--json", "--output", "DIR"], "--output: it has no effect with --json"),
+        (["replay", "DIR", "--step", "1", "--list", "--output", "DIR"], "--output: --list makes no checkpoint"),
+        (["ui", "DIR", "--without-texts"], "--without-texts: it only has an effect with --export"),
         (["ui", "DIR", "--export", "page.html", "--port", "0"], "--port: nothing is served"),
     ],
 )

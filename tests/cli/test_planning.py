@@ -113,7 +113,7 @@ def test_a_device_of_a_file(job: Path, capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--what-if", "schedule.mode=sync"), "--what-if: it is about a division of devices. Give --devices N, too"),
+        (("--what-if", "schedule.mode=sync"), "--what-if: it only has an effect with --devices. Give --devices N, too"),
         (("--devices", 2, "--device", "h300"), "no device and no file with one"),
         (("--devices", 2, "--tokens", 1000), "responses of 1000 tokens are cut at 256"),
         (("--devices", 8, "--set", "model.source=pvc://models/Other-7B"), "has no config.json"),
