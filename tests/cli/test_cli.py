@@ -166,7 +166,7 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
         (["timeline", "DIR", "--json", "--output", "DIR"], "--output: it has no effect with --json"),
         (["replay", "DIR", "--step", "1", "--list", "--output", "DIR"], "--output: --list makes no checkpoint"),
         (["ui", "DIR", "--without-texts"], "--without-texts: it only has an effect with --export"),
-        (["ui", "DIR", "--export", "page.html", "--port", "0"], "--port: nothing is served"),
+        (["ui", "DIR", "--export", "page.html", "--port", "0"], "--port: --export serves nothing"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_refused(arguments, named, manifest, capsys):
@@ -178,7 +178,7 @@ def test_what_stands_alone_is_not_to_be_resumed(kind, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "alone.yaml"
     file.write_text(f"{{apiVersion: asyncflow.dev/v1alpha1, kind: {kind}, metadata: {{name: alone}}}}")
-    assert "--resume: what stands alone" in refused(capsys, "run", str(file), "--resume")
+    assert "--resume: a standalone queue or publisher" in refused(capsys, "run", str(file), "--resume")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_folder_without_rights_to_it_is_refused(monkeypatch, capsys):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/ledger")
 
     monkeypatch.setattr(Path, "is_dir", denied)
-    assert "runs/theirs/ledger: Permission denied. Get the right to it" in refused(capsys, "audit", "runs/theirs")
+    assert "runs/theirs/ledger: Permission denied. Get access to it" in refused(capsys, "audit", "runs/theirs")
 
 
 def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
@@ -342,8 +342,8 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
     (tmp_path / "job.yaml").write_bytes(manifest.read_bytes())
     (tmp_path / "there").mkdir()
     export, target = ("model", "export", tmp_path), tmp_path / "exported"
-    assert "is there already" in refused(capsys, *export, tmp_path / "there")
-    assert "--step last is none. Give newest, best" in refused(capsys, *export, target, "--step", "last")
+    assert "exists already" in refused(capsys, *export, tmp_path / "there")
+    assert "--step last is not a step. Give newest, best" in refused(capsys, *export, target, "--step", "last")
     for words, said in (
         ((), "there is no checkpoint yet. Give another run, or step 0"),
         (("--step", "best"), "no checkpoint is known to be the best: only a run with"),

@@ -293,7 +293,7 @@ def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(man
 def test_a_run_without_rollouts_waits_until_somebody_adds_some(manifest, capsys):
     status, said = validated(capsys, manifest, "rollout.replicas=0")
     assert status == 0
-    waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
+    waits = "nothing is generated until rollouts are added: spec.rollout.replicas is 0"
     assert f"note: {waits} (asyncflow scale, kubectl scale)" in said
 
 

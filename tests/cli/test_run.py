@@ -97,7 +97,7 @@ def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(man
     settings = [tmp_path / "out" / name for name in ("job.yaml", "run/overrides.json")]
     before = [file.read_bytes() for file in settings]
     wrong = run("--resume", "--set", "algorithm.steps=11", steps=-1)
-    assert "what was changed is not kept" in wrong.stdout
+    assert "the changes are not kept" in wrong.stdout
     assert "1 of 9 steps were made" in wrong.stdout
     assert [file.read_bytes() for file in settings] == before
     before = sorted(tmp_path.rglob("*.yaml"))
@@ -142,14 +142,13 @@ def test_ctrl_c_says_what_is_kept_and_the_line_that_goes_on(manifest, tmp_path):
     said = interrupted(manifest, *begun, until=lambda out: steps_made(out) >= 2, **here)
     made = steps_made(folder)
     line = f"asyncflow run {manifest} --output runs/foo --resume"
-    assert said.endswith(
-        f"{made} of 600 steps were made, and none is in a checkpoint; they will be made again. Go on with\n  {line}\n"
-    )
+    lost = "and none is in a checkpoint; they will be made again"
+    assert said.endswith(f"{made} of 600 steps were made, {lost}. Continue with\n  {line}\n")
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), lambda _: None)
     resume = (*shlex.split(line)[2:], "--set", "sampling.temperature=0.7")
     said = interrupted(*resume, until=lambda out: steps_made(out) > made + 1, **here)
-    assert said.startswith(f"as the run was begun: {' '.join(begun)}\n")
+    assert said.startswith(f"as the run was started: {' '.join(begun)}\n")
     assert f"files in {folder}" in said
     assert "changed: spec.sampling.temperature: 0.5 -> 0.7\n" in said
     assert "algorithm.steps:" not in said
@@ -168,7 +167,7 @@ def test_a_start_from_which_nothing_came_is_in_nobodys_way(manifest, tmp_path):
     for _ in range(2):
         settings = ("--set", "algorithm.steps=9")
         said = interrupted(manifest, *settings, cwd=tmp_path, until=lambda _: True, steps=9, pause_s=60)
-        assert "no step was made, so nothing is kept; begin again with\n" in said
+        assert "no step was made, so nothing is kept; start again with\n" in said
         assert said.endswith(f"  asyncflow run {manifest} --output out --set algorithm.steps=9\n")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
@@ -250,7 +249,7 @@ def test_the_last_view_of_a_terminal_after_ctrl_c_shows_no_failure(manifest, tmp
     assert "ended" in last
     assert "down" not in last
     assert "\x1b[31m" not in last, "something is red"
-    assert "Go on with" in last
+    assert "Continue with" in last
 
 
 def terminal(words, *, cwd, until=None, code=0):

@@ -53,7 +53,7 @@ def test_texts_cannot_command_the_terminal(run: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "\u202e" not in out
-    for words in (r"\x1b[2Jred\u202e", "[bold]none", "0.75", "reward 1.000", "θ0 to θ1", "1 of the 1 samples"):
+    for words in (r"\x1b[2Jred\u202e", "[bold]none", "0.75", "reward 1.000", "θ0 to θ1", "1 of the 1 kept samples"):
         assert words in out
 
 

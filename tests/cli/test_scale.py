@@ -89,7 +89,7 @@ def test_a_run_that_does_not_take_it_up_is_shown_as_it_is(running, capsys, monke
     assert invoke(["scale", str(running), "rollout=3"]) == 0
     shown, noted = capsys.readouterr().out.splitlines()
     assert shown == "rollout: 1 wanted of 1 to 4 (set by the built-in policy); 1 run, 1 leave"
-    assert noted == "  rollout=3 is noted, and not taken up after 0 s"
+    assert noted == "  rollout=3 is saved, but not applied after 0 s"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_run_that_does_not_take_it_up_is_shown_as_it_is(running, capsys, monke
     [
         ("rollout=0", "rollout=0 is below rollout.minReplicas, 1. Give 1 to 4"),
         ("rollout=5", "rollout=5 is above rollout.maxReplicas, 4. Give 1 to 4, or continue with --resume"),
-        ("trainer=2", "trainer: its ranks compute together, so their number stays while it runs"),
-        ("driver=2", "driver: its number stays while the job runs"),
+        ("trainer=2", "trainer: its ranks compute together, so their number is fixed while it runs"),
+        ("driver=2", "driver: its number is fixed while the job runs"),
         ("nobody=2", "there is no role 'nobody'. The job has driver, controller, storage, trainer, rollout"),
         ("rollout", "'rollout' is not ROLE=NUMBER. Give e.g. rollout=4"),
         ("rollout=-1", "'rollout=-1' is not ROLE=NUMBER"),
@@ -154,4 +154,4 @@ def test_what_goes_on_and_is_no_run_is_said_to_be_none(tmp_path, capsys, words, 
 def test_the_units_of_a_queue_are_no_rollouts(tmp_path, capsys):
     (tmp_path / "queue.yaml").write_text("{}")
     assert invoke(["scale", str(tmp_path), "rollout=2"]) == 2
-    assert "it is a queue, whose number of units stays" in capsys.readouterr().err
+    assert "it is a queue, whose number of units is fixed" in capsys.readouterr().err

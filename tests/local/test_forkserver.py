@@ -190,7 +190,7 @@ async def test_nothing_is_forked_while_a_thread_runs(forks, caplog):
     code = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     await forks.serve(forks.module("threaded", code))
     assert forks.server.start(["python", "-m", "x"], env={}, log=forks.folder / "log", on_exit=print) is None
-    assert "runs 1 threads" in caplog.text
+    assert "run 1 threads" in caplog.text
     assert forks.server.ready(["json"])
 
 

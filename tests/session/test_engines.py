@@ -38,7 +38,7 @@ def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path,
 
 @pytest.mark.parametrize("take", [asyncflow.init_engines, asyncflow.load, asyncflow.train])
 def test_what_is_neither_a_path_nor_a_job_is_refused(take):
-    with pytest.raises(ManifestError, match=r"type dict was given\..*RLJob\.model_validate makes of a mapping"):
+    with pytest.raises(ManifestError, match=r"type dict was given\..*RLJob\.model_validate makes one from a mapping"):
         take({"kind": "RLJob"})
 
 

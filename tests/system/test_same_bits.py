@@ -46,7 +46,7 @@ def test_more_rollouts_and_kills_change_no_bit_of_the_weights(
     assert cli.invoke(["replay", str(folder), "--step", "4", "-n", "1"]) == 0
     said = capsys.readouterr().out
     assert "tokens and log-probs of the 64 samples of step 4: the same bits" in said
-    assert "θ4 with the digest of what was published: the same bits" in said
+    assert "θ4 with the digest of the published version: the same bits" in said
     assert "figures of metrics.jsonl: the same" in said
     assert cli.invoke(["explain", str(folder), "24/3"]) == 0
     said = capsys.readouterr().out

@@ -61,5 +61,5 @@ def test_rollouts_join_a_run_that_waits_for_some_leave_it_and_come_back(tmp_path
     invoke(["doctor", str(folder)])
     assert "lost-processes" not in capsys.readouterr().out
     assert re.search(
-        r"rollout: 2 wanted of 0 to 3 \(requested by asyncflow scale\); (none is there|[12] (start|run))", told
+        r"rollout: 2 wanted of 0 to 3 \(requested by asyncflow scale\); (none exists|[12] (start|run))", told
     )

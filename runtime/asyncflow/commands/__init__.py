@@ -1,1 +1,1 @@
-"""The bodies of the commands of ``cli``; each is imported when it runs."""
+"""Implementations of the commands of ``cli``; each module is imported when its command runs."""

@@ -1,6 +1,6 @@
-"""Sentences about what is wrong with a run: ``asyncflow doctor DIR|ADDRESS``.
+"""Report of the problems of a run: ``asyncflow doctor DIR|ADDRESS``.
 
-Invariant: nothing is written, and no process of the run is changed.
+Invariant: the command writes no file, and does not affect any process of the run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FOUND = 1
 
 
 def doctor(target: str, *, as_json: bool) -> int:
-    """Print what is wrong with the run in a folder, or of the driver at an address; 1 where something is found.
+    """Print the problems of the run in a folder, or of the driver at an address; return 1 if there are any, else 0.
 
-    Raises ManifestError where there is no run.
+    Raises ManifestError if there is no run.
     """
     evidence = read(target)
     found = examine(evidence)
@@ -28,6 +28,6 @@ def doctor(target: str, *, as_json: bool) -> int:
     for finding in found:
         click.echo("\n".join(finding_lines(finding)))
         click.echo()
-    looked = f"{len(CHECKS)} checks over {len(evidence.steps)} steps of {evidence.name}"
-    click.echo(f"{len(found)} found by {looked}" if found else f"nothing found by {looked}")
+    checks = f"{len(CHECKS)} checks over {len(evidence.steps)} steps of {evidence.name}"
+    click.echo(f"{len(found)} found by {checks}" if found else f"nothing found by {checks}")
     return FOUND if found else 0

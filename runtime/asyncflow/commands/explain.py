@@ -1,6 +1,6 @@
-"""``asyncflow explain DIR PROMPT/SAMPLE``: the life of one sample of a run, finished or not, in about ten lines.
+"""``asyncflow explain DIR PROMPT/SAMPLE``: the history of one sample of a run, finished or not, in about ten lines.
 
-Invariant: everything is read from the files of the run, none of which is changed; what they do not tell is named.
+Invariant: the command reads only the files of the run, and changes none; it reports missing or unreadable sample texts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from asyncflow.view.render import plain
 
 _NAME = re.compile(r"([0-9]{1,10})/([0-9]{1,6})")
 _INCARNATION = re.compile(r"(?<=-[0-9a-f]{8})[0-9a-f]{24}\b")
-"""All but the beginning of what makes a worker's name its own for ever."""
+"""The last 24 digits of the unique id in a worker's name; they are not printed."""
 _MOST = 100
-"""Characters of a text that are shown."""
+"""Most characters of a text that are printed."""
 
 
 def explain(run: Path, sample: str) -> None:
-    """Print the life of a training sample. Raises ManifestError where there is no such run, ledger or sample."""
+    """Print the history of a training sample. Raises ManifestError if the run, its ledger or the sample is missing."""
     match = _NAME.fullmatch(sample)
     if match is None:
-        hint = "Give the number of the prompt and of the sample in its group, e.g. 17/3"
+        hint = "Give the number of the prompt and the number of the sample in its group, e.g. 17/3"
         raise ManifestError(f"{sample!r} names no sample", where="asyncflow explain", hint=hint)
     ledger = run / "ledger"
     if not ledger.is_dir():
@@ -43,27 +43,27 @@ def explain(run: Path, sample: str) -> None:
     key = SampleKey(int(match[1]), int(match[2]))
     life = life_of([read_ledger(each) for each in ledgers_of(ledger).values()], key, partition=TRAIN)
     if not life.entries:
-        hint = "Prompts count from 0 in the order of the data, samples from 0 within each; too long ones are skipped"
+        hint = "Prompts count from 0 in data order, and samples from 0 in each prompt; overlong prompts are skipped"
         raise ManifestError(f"sample {sample} was never put into the queue", where=str(ledger), hint=hint)
-    words = life.outcome or "unfinished"
-    click.echo(f"sample {sample}: {words}" + ("" if life.step is None else f", of step {life.step}"))
+    outcome = life.outcome or "unfinished"
+    click.echo(f"sample {sample}: {outcome}" + ("" if life.step is None else f", of step {life.step}"))
     for entry in life.entries:
         click.echo(f"  {_line(entry)}")
-    for line in (*_trained(run, key, life), *_text(run, key, life), *_kept(run, life)):
+    for line in (*_trained(run, key, life), *_text(run, key, life), *_checkpoint(run, life)):
         click.echo(f"  {line}")
 
 
 def _line(entry: HistoryEntry) -> str:
-    when = "" if entry.at is None else datetime.fromtimestamp(entry.at, UTC).strftime("%H:%M:%S  ")
-    took = ""
+    time = "" if entry.at is None else datetime.fromtimestamp(entry.at, UTC).strftime("%H:%M:%S  ")
+    duration = ""
     if entry.until is not None and entry.at is not None and entry.until > entry.at:
-        took = f" after {entry.until - entry.at:.0f} s"
-    took = ", not done yet" if entry.open else took
-    return f"{when}{plain(_INCARNATION.sub('', entry.what))}{took}"
+        duration = f" after {entry.until - entry.at:.0f} s"
+    duration = ", not done yet" if entry.open else duration
+    return f"{time}{plain(_INCARNATION.sub('', entry.what))}{duration}"
 
 
 def _trained(run: Path, key: SampleKey, life: SampleHistory) -> list[str]:
-    """Return what the trainer recorded of it: the versions that made it, reward, advantage."""
+    """Return the trainer's record of the sample: the versions that made it, its reward and its advantage."""
     if (run / JOB).is_file() and life.step is not None:
         history = RunHistory.of([list(read_records(run, rank)) for rank in ranks_of(run)])
         step = history.steps.get(life.step)
@@ -81,22 +81,22 @@ def _made(sample: SampleRecord) -> str:
 
 
 def _text(run: Path, key: SampleKey, life: SampleHistory) -> list[str]:
-    """Return what the run keeps of it as text."""
+    """Return the stored texts of the sample."""
     try:
-        kept = [] if life.step is None else read_step(run, purpose="train", step=life.step)
+        texts = [] if life.step is None else read_step(run, purpose="train", step=life.step)
     except AsyncFlowError as error:
         return [f"its text cannot be read: {error}"]
-    found = next((text for text in kept if (text.serial, text.sample) == key), None)
+    found = next((text for text in texts if (text.serial, text.sample) == key), None)
     if found is None:
-        return ["its text and the components of its reward are not kept (storage.samples says of how many they are)"]
+        return ["its text and the components of its reward are not kept (storage.samples sets how many are)"]
     return [
         f"prompt {_short(found.prompt)}",
         f"response {_short(found.response)} ({found.response_tokens} tokens, {plain(found.finish)})",
-        _judged(found),
+        _reward(found),
     ]
 
 
-def _judged(text: SampleText) -> str:
+def _reward(text: SampleText) -> str:
     reward = f"no reward: {plain(text.failure)}" if text.reward is None else f"reward {text.reward:.4g}"
     parts = [f"{plain(name)} {plain(str(value))}" for name, value in text.details.items()]
     answer = f", answer {_short(text.answer)}" if text.answer else ""
@@ -108,9 +108,9 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
-def _kept(run: Path, life: SampleHistory) -> list[str]:
-    """Return which checkpoint that is still there holds it first."""
+def _checkpoint(run: Path, life: SampleHistory) -> list[str]:
+    """Return the oldest existing checkpoint that contains the sample."""
     if life.outcome != "trained" or life.step is None:
         return []
     steps = [step for step in Checkpoints(run / "checkpoints").steps() if step >= life.step]
-    return [f"the oldest checkpoint here that holds it is that of step {steps[0]}"] if steps else []
+    return [f"the oldest kept checkpoint that contains it is that of step {steps[0]}"] if steps else []

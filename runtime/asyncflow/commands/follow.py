@@ -1,4 +1,4 @@
-"""``asyncflow follow``: an engine of this machine that serves the newest weights of a run of this machine."""
+"""``asyncflow follow``: an engine on this machine that serves the newest weights of a run on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncflow.roles.follower import main
 def follow(run: Path, *, http_port: int, serve_port: int, sync: Path | None) -> int:
     """Follow the run, or the publisher, in a folder until a signal ends this process, and return the exit status.
 
-    sync: a WeightSync for followers of that run. Raises ManifestError where no run goes on there, a publisher,
-    which has its own, or a queue.
+    sync: a WeightSync for followers of the run. Raises ManifestError if the folder has no active run or publisher, or
+    if ``sync`` is set for a publisher, which has its own WeightSync.
     """
     record, published = record_of(run), (run / SYNC).is_file()
     check_run(run, JOB, SYNC)
     if published and sync is not None:
         hint = f"Its own is {run / SYNC}: set update there (asyncflow publish --set)"
-        raise ManifestError("a publisher's followers follow by its own WeightSync", where=str(sync), hint=hint)
+        raise ManifestError("a publisher's followers use its own WeightSync", where=str(sync), hint=hint)
     os.environ[TLS_ENV] = str(run.absolute() / "run" / "tls" / f"{FOLLOWER}-0")
     options = RoleOptions(
         role=FOLLOWER,

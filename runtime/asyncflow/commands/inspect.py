@@ -1,7 +1,7 @@
-"""The commands that look and tell: validate, plan, audit, crds, and models as files.
+"""The commands validate, plan, audit, crds, and model.
 
-Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds``,
-``plan --svg``, ``model import`` and ``model export`` write, and only where they are told to.
+Invariants: none of them starts a process, except that ``validate`` loads reward and environment functions in one. Only
+``crds``, ``plan --svg`` and the ``model`` commands write, and only to the path in their arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TRAINING = ("attempts", "last_committed_step")
 
 
 def validate(file: Path, overrides: Sequence[str]) -> None:
-    """Print what is worth knowing about a manifest, and that it is valid. Raises ManifestError where it is not."""
+    """Print notes about a manifest, and that it is valid. Raises ManifestError if it is not."""
     from asyncflow.api.job import RLJob
     from asyncflow.commands.preflight import load, preflight
 
@@ -35,7 +35,7 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
 
 
 def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> None:
-    """Print a job's plan: its tasks as a tree, and tables. svg: where to draw the flow of a training sample."""
+    """Print a job's plan: its tasks as a tree, and tables. svg: file to draw the flow of a training sample into."""
     from asyncflow.algorithms.base import algorithm_of
     from asyncflow.api.names import EVAL, TRAIN
     from asyncflow.commands.preflight import runnable_job
@@ -65,7 +65,7 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
 
 
 def audit(directory: Path) -> int:
-    """Print the account of all samples, and of the open rows of a queue; 1 where one was lost or counted twice."""
+    """Print counts of all samples, and of the open rows of a queue; return 1 if one was lost or counted twice."""
     from asyncflow.queue.ledger.audit import audit_ledgers
     from asyncflow.view.render import plain
 
@@ -73,13 +73,13 @@ def audit(directory: Path) -> int:
     if not ledger.is_dir():
         raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run or of a queue")
     report = audit_ledgers(ledger)
-    opened = report.put > 0 or (directory / "queue.yaml").is_file()
-    trained = report.dispatched > 0 or not opened
+    has_open_rows = report.put > 0 or (directory / "queue.yaml").is_file()
+    has_samples = report.dispatched > 0 or not has_open_rows
     for name in (
-        *(_SAMPLES if trained else ()),
-        *(_OPEN_ROWS if opened else ()),
+        *(_SAMPLES if has_samples else ()),
+        *(_OPEN_ROWS if has_open_rows else ()),
         *_BOTH,
-        *(_TRAINING if trained else ()),
+        *(_TRAINING if has_samples else ()),
     ):
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
         for reason, count in report.reasons.items() if name == "redeliveries" else ():
@@ -90,7 +90,7 @@ def audit(directory: Path) -> int:
 
 
 def crds(directory: Path, *, check: bool) -> int:
-    """Write the CRDs, or say which files are not what they should be."""
+    """Write the CRDs, or with ``check`` print the files that are out of date and return 1 if there are any."""
     from asyncflow.api import crd
 
     if not check:
@@ -106,13 +106,14 @@ def crds(directory: Path, *, check: bool) -> int:
 
 
 def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> None:
-    """Make a Hugging Face folder of a checkpoint of a run. Raises ManifestError, CheckpointError."""
+    """Convert a checkpoint of a run into a Hugging Face folder. Raises ManifestError, CheckpointError."""
     from asyncflow.api.load import load_job
     from asyncflow.local.folder import JOB, check_run
     from asyncflow.roles.backend import export_checkpoint
 
     if step not in ("newest", "best") and not step.isdecimal():
-        raise ManifestError(f"--step {step} is none", where=str(run), hint="Give newest, best, or the number of a step")
+        hint = "Give newest, best, or the number of a step"
+        raise ManifestError(f"--step {step} is not a step", where=str(run), hint=hint)
     if job is None:
         check_run(run)
     spec = load_job(job or run / JOB).spec
@@ -121,16 +122,16 @@ def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> 
 
 
 def import_model(package: str, directory: Path) -> None:
-    """Make a Hugging Face folder of a model file."""
+    """Convert a model file into a Hugging Face folder."""
     from asyncflow.models.folder import import_gguf
 
     import_gguf(package, directory)
-    click.echo(f"{directory}: ready; give it as model.source")
+    click.echo(f"{directory}: ready to be used as model.source")
 
 
 def merge_model(adapters: Path, directory: Path) -> None:
-    """Make a Hugging Face folder of adapters and the model that they belong to."""
+    """Merge adapters into the model that they belong to, as a Hugging Face folder."""
     from asyncflow.models.lora import merge_folder
 
     base = merge_folder(adapters, directory)
-    click.echo(f"{directory}: {base} with the adapters of {adapters}")
+    click.echo(f"{directory}: {base} merged with the adapters of {adapters}")

@@ -1,6 +1,7 @@
-"""Divide devices between generation and training: ``asyncflow plan FILE --devices N``.
+"""Division of devices between generation and training: ``asyncflow plan FILE --devices N``.
 
-Invariant: nothing is started and nothing is written; a model need not be here where its shape is known.
+Invariant: the command starts no process of the job and writes no output file. A model need not be on this machine if
+its shape is known.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ from asyncflow.view.console import print_table
 
 _print = partial(print_table, width=180)
 _ROWS = 8
+"""Most rows of the table of divisions."""
 _FEW = 4
-"""Rows of the table, and simulations for each schedule beside the job's own."""
+"""Most simulations for each schedule other than the job's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """Options of a plan.
 
-    device: name or file, None for the usual one of the job's profile; probe: a folder of a run, or a file of models;
-    tokens, sigma, prompt_tokens: of responses and prompts, None where they are not known.
+    devices: number of devices to divide; device: name or file of their kind, None for the usual one of the job's
+    profile; probe: folder of a run, or a file of models; tokens, sigma: median and log standard deviation of response
+    lengths, None if unknown; prompt_tokens: mean length of prompts, None if unknown; simulations: most simulations.
     """
 
     devices: int
@@ -64,7 +67,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """A job, its problem, and what was found; own: the manifest's split, None where it does not fit (``misfit``)."""
+    """A job, its split problem, and the search result.
+
+    own: the manifest's split, None if it does not fit; misfit: the reason, if so; lengths: source of response lengths.
+    """
 
     job: RLJob
     problem: SplitProblem
@@ -84,16 +90,16 @@ def divide(
     schedules: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Print the best divisions of the devices for a job. what_if: changes, each planned beside the job itself.
+    """Print the best divisions of the devices for a job.
 
-    schedules: also the best division under every other schedule. Raises ManifestError, with the arithmetic, where the
-    model does not fit.
+    what_if: changes of the manifest, each planned separately and compared with the job; schedules: whether to find the
+    best division under every other schedule, too. Raises ManifestError, with the arithmetic, if the model does not fit.
     """
     plan = plan_of(file, overrides, asked)
     others = [(change, plan_of(file, [*overrides, change], asked)) for change in what_if]
-    of_schedules = _of_schedules(plan) if schedules else []
+    by_schedule = _best_by_schedule(plan) if schedules else []
     if as_json:
-        click.echo(json.dumps(_values(plan, others, of_schedules), indent=2))
+        click.echo(json.dumps(_values(plan, others, by_schedule), indent=2))
         return
     for line in basis(plan.problem, measured=str(asked.probe or ""), lengths=plan.lengths):
         click.echo(line)
@@ -107,36 +113,36 @@ def divide(
     elif plan.misfit:
         click.echo(f"note: the manifest's own division does not fit: {plan.misfit}")
     click.echo(advice(plan.problem, now=plan.own, best=best))
-    if lacking := unmet(best):
-        click.echo(f"note: {lacking}")
+    if warning := unmet(best):
+        click.echo(f"note: {warning}")
     click.echo(f"  {' '.join(f'--set {value}' for value in settings(plan.problem, best, spec=spec))}")
-    if of_schedules:
+    if by_schedule:
         click.echo()
-        _print(schedules_table(plan.problem, of_schedules, own=best))
+        _print(schedules_table(plan.problem, by_schedule, own=best))
     for change, other in others:
         click.echo(f"\nWith {change}: {_compared(best, other.found.best)}")
         _print(splits_table(other.problem, other.found.choices[:1], title=described(other.job.spec.schedule)))
 
 
 def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
-    """Return the plan of a job. Raises ManifestError, with the arithmetic, where its model does not fit."""
+    """Return the plan of a job. Raises ManifestError, with the arithmetic, if its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
     engine = job.spec.rollout.engine
-    if engine.name == "simulated":  # whose options say how long responses are
+    if engine.name == "simulated":  # its options set the lengths of responses
         read_options(engine.options, SimulatedOptions, where=ENGINE_OPTIONS)
     device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
     shape = _shape(job.spec.model.source)
     models = probed = None
     if asked.probe is not None:
         models, probed = _measured(asked.probe, otherwise=job)
-    lengths, known = _lengths(job, asked, models)
+    lengths, source = _lengths(job, asked, models)
     prompt = asked.prompt_tokens or (models.prompt_tokens if models is not None and models.prompt_tokens else None)
     work = work_of(job.spec, lengths=lengths, prompt=prompt)
     problem = SplitProblem(shape=shape, device=device, work=work, devices=asked.devices)
     if models is not None and probed is not None:
-        of_probe = work_of(probed.spec, lengths=lengths, prompt=prompt)
-        split = split_of(replace(problem, work=of_probe), probed.spec)
-        measured = factors(models, work=of_probe, engine=split.engine, trainer=split.trainer)
+        probe_work = work_of(probed.spec, lengths=lengths, prompt=prompt)
+        split = split_of(replace(problem, work=probe_work), probed.spec)
+        measured = factors(models, work=probe_work, engine=split.engine, trainer=split.trainer)
         problem = replace(problem, factors=measured)
     simulate = simulator_of(job, work, like=models)
     own, misfit = None, ""
@@ -145,11 +151,11 @@ def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
     except ManifestError as error:
         misfit = error.what
     found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations, known=[own] if own else [])
-    return DevicePlan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
+    return DevicePlan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=source)
 
 
-def _of_schedules(plan: DevicePlan) -> list[Candidate]:
-    """Return the best choice under each schedule that the job could have, fastest first."""
+def _best_by_schedule(plan: DevicePlan) -> list[Candidate]:
+    """Return the best division under each schedule that the job could have, fastest first."""
     spec = plan.job.spec
     found = [plan.found.best]
     for schedule in alternatives(spec):
@@ -159,7 +165,7 @@ def _of_schedules(plan: DevicePlan) -> list[Candidate]:
 
 
 def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
-    """Return what a probe measured, and the job that it ran: of a file of models, ``otherwise``."""
+    """Return the measured models of a probe, and the job that was measured; for a file of models, ``otherwise``."""
     if probe.is_file():
         return Models.read(probe), otherwise
     if not (probe / MODELS).is_file():
@@ -169,18 +175,18 @@ def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
 
 
 def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:
-    """Return the lengths of responses, None for assumed ones, and in words where they come from."""
+    """Return the lengths of responses (None: assumed ones), and a text that names their source."""
     most = job.spec.sampling.max_tokens
     if asked.tokens is not None and asked.tokens > most:
         hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
         raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
     if asked.tokens is not None or asked.sigma is not None:
-        tokens, sigma, words, usual = asked.tokens, asked.sigma, "as given", assumed_lengths(job.spec)
+        tokens, sigma, source, usual = asked.tokens, asked.sigma, "as given", assumed_lengths(job.spec)
         if tokens is None:
-            tokens, words = usual.tokens, f"as given, their median of {usual.tokens:g} assumed"
+            tokens, source = usual.tokens, f"as given, their median of {usual.tokens:g} assumed"
         if sigma is None:
-            sigma, words = usual.sigma, f"as given, their sigma of {usual.sigma:g} assumed"
-        return Lengths(tokens=tokens, sigma=sigma), words
+            sigma, source = usual.sigma, f"as given, their sigma of {usual.sigma:g} assumed"
+        return Lengths(tokens=tokens, sigma=sigma), source
     if models is not None:
         return models.engine.lengths, "measured"
     if job.spec.rollout.engine.name == "simulated":
@@ -188,24 +194,27 @@ def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths |
     return None, "assumed: give --tokens, or --probe"
 
 
-def _device(given: str | None, *, profile: str) -> Device:
-    if given is None:
+def _device(name: str | None, *, profile: str) -> Device:
+    if name is None:
         return usual_device(profile)
-    if given in DEVICES:
-        return DEVICES[given]
+    if name in DEVICES:
+        return DEVICES[name]
     try:
-        figures = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+        figures = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ManifestError(
-            f"no device and no file with one: {error}", where=given, hint=f"Give one of {', '.join(DEVICES)}, or a file"
+            f"no device and no file with one: {error}", where=name, hint=f"Give one of {', '.join(DEVICES)}, or a file"
         ) from error
     if not isinstance(figures, Mapping):
-        raise ManifestError("no mapping of figures", where=given, hint="Write a field a line, such as memory: 96e9")
-    return read_device({"name": Path(given).stem, **figures}, where=given)
+        raise ManifestError("no mapping of figures", where=name, hint="Write one field a line, such as memory: 96e9")
+    return read_device({"name": Path(name).stem, **figures}, where=name)
 
 
 def _shape(source: str) -> Shape:
-    """Return the shape of a model: of its config.json where that is here, else of the table. Raises ManifestError."""
+    """Return the shape of a model, from its config.json if available, otherwise from the table of published ones.
+
+    Raises ManifestError if neither is available.
+    """
     name = source.rstrip("/").rpartition("/")[2]
     with tempfile.TemporaryDirectory(prefix="asyncflow-plan-") as folder:
         try:
@@ -218,13 +227,13 @@ def _shape(source: str) -> Shape:
 
 
 def _compared(own: Candidate, other: Candidate) -> str:
-    gain = own.step_s / other.step_s
+    speedup = own.step_s / other.step_s
     times = f"{seconds_text(other.step_s)} a step instead of {seconds_text(own.step_s)}"
-    return f"{times}, {gain:.2f}x as fast" if gain >= 1 else f"{times}, {1 / gain:.2f}x as slow"
+    return f"{times}, {speedup:.2f}x as fast" if speedup >= 1 else f"{times}, {1 / speedup:.2f}x as slow"
 
 
 def _values(
-    plan: DevicePlan, others: Sequence[tuple[str, DevicePlan]], of_schedules: Sequence[Candidate]
+    plan: DevicePlan, others: Sequence[tuple[str, DevicePlan]], by_schedule: Sequence[Candidate]
 ) -> dict[str, Any]:
     problem = plan.problem
     return {
@@ -238,6 +247,6 @@ def _values(
         "advice": advice(problem, now=plan.own, best=plan.found.best),
         "unmet": unmet(plan.found.best),
         "set": settings(problem, plan.found.best, spec=plan.job.spec),
-        "schedules": [plain(problem, each) for each in of_schedules],
+        "schedules": [plain(problem, each) for each in by_schedule],
         "what_if": {change: plain(other.problem, other.found.best) for change, other in others},
     }

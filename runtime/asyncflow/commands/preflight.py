@@ -1,11 +1,11 @@
-"""A manifest, checked as far as one machine can before anything starts.
+"""Checks of a manifest on one machine, before anything starts.
 
-``load`` reads a manifest of any kind: the contract's rules, the files it names, the plug-ins installed here, and what
-its algorithm demands of it.
-``preflight`` then looks at a job's model, data, options of plug-ins, and the reward function.
+``load`` reads a manifest of any kind and checks the contract's rules, the files that it names, the plug-ins that are
+installed here, and the requirements of its algorithm. ``preflight`` then checks a job's model, data, options of
+plug-ins, and reward function.
 
-Invariant: nothing is written but a folder that goes away again, nothing is downloaded, torch is not imported, and the
-code of a reward runs in a reward process only, which ``load`` does not start.
+Invariants: the checks write only a temporary folder, download nothing and do not import torch. The code of a reward
+function runs only in a reward process, which ``load`` does not start.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ _PLUGINS = {
         (("spec", "follower", "engine", "name"), "asyncflow.rollout_engines"),
     ),
 }
-"""By kind: the places in a manifest that name a plug-in, and the group that has it."""
+"""For each kind of manifest: paths of the fields that name a plug-in, with the entry point group of the plug-in."""
 
 
 def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manifest:
     """Read and check a manifest: an RLJob, a TransferQueue or a WeightSync.
 
-    source: a file, or one that was made in Python, whose relative paths start at the working directory; overrides:
-    ``path=value`` each, as ``--set`` takes them. The paths of a job are made absolute, so that it means the same
-    wherever it is run. Raises ManifestError that says everything that was found to be wrong.
+    source: a file, or a manifest made in Python, whose relative paths are relative to the working directory; overrides:
+    ``path=value`` strings, as for ``--set``. The paths of a job are made absolute, so that they do not depend on the
+    folder in which it runs. Raises ManifestError that lists all problems that were found.
     """
     check_source(source, *KINDS.values(), where="asyncflow.load")
     if isinstance(source, (str, Path)):
         text: Path | StringIO = Path(source)
-        beside = Path(source).absolute().parent
+        parent = Path(source).absolute().parent
     else:
-        text, beside = StringIO(to_yaml(source)), Path.cwd()
+        text, parent = StringIO(to_yaml(source)), Path.cwd()
     manifest = parse(text, overrides)
     check_plugins(manifest, source=source_name(source))
     if not isinstance(manifest, RLJob):
         return manifest
     algorithm_of(manifest.spec)
-    folder = manifest.folder(beside)
+    folder = manifest.folder(parent)
     check_files(manifest, folder)
     reward = manifest.spec.reward
     for part in reward.parts:
@@ -104,20 +104,21 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
             check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
     for each in graph_of(manifest.spec).tasks:
         selection_of(each.order, where=f"the order of the task {each.name}")
-    return _anchored(manifest, folder)
+    return _with_absolute_paths(manifest, folder)
 
 
 def check_source(source: object, *kinds: type, where: str) -> None:
-    """Raise ManifestError for what is neither the path of a manifest nor a manifest of one of ``kinds``."""
+    """Raise ManifestError unless ``source`` is the path of a manifest or a manifest of one of ``kinds``."""
     if not isinstance(source, (str, Path, *kinds)):
-        hint = "Give the path of a manifest, or an RLJob, which asyncflow.RLJob.model_validate makes of a mapping"
+        hint = "Give the path of a manifest, or an RLJob; asyncflow.RLJob.model_validate makes one from a mapping"
         raise ManifestError(f"an object of the type {type(source).__name__} was given", where=where, hint=hint)
 
 
 def runnable_job(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job that is to run now.
 
-    Raises ManifestError as ``load`` does, and for a manifest that is no job or a job that is suspended.
+    Raises ManifestError as ``load`` does, and if the manifest is not a job, names a WeightSync of a cluster, or is
+    suspended.
     """
     manifest = load(source, overrides)
     where = source_name(source)
@@ -125,26 +126,26 @@ def runnable_job(source: Manifest | Path | str, overrides: Sequence[str] = ()) -
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Give an RLJob")
     if (named := manifest.spec.weight_sync.name) is not None:
         what = f"the job names the WeightSync {named!r}, which is an object of a cluster"
-        raise ManifestError(what, where=where, hint="Put it into the same file, behind a line with ---")
+        raise ManifestError(what, where=where, hint="Put it into the same file, after a line with ---")
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=where, hint="Run it with --set suspend=false")
     return manifest
 
 
 def source_name(source: Manifest | Path | str) -> str:
-    """Return how errors name what a manifest is read from."""
+    """Return the name of a manifest's source for error messages."""
     if isinstance(source, (str, Path)):
         return str(source)
     return f"job {source.name}" if isinstance(source, RLJob) else f"{source.kind} {source.metadata.name}"
 
 
-def _anchored(job: RLJob, base: Path) -> RLJob:
-    """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
+def _with_absolute_paths(job: RLJob, base: Path) -> RLJob:
+    """Return ``job`` with the paths of its model and files made absolute; they are relative to ``base``."""
     data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
-    named = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
-    for holder in (spec["model"], *named, *spec["data"].get("evalSets", ())):
-        holder["source"] = _absolute(holder["source"], base)
+    data_sets = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
+    for section in (spec["model"], *data_sets, *spec["data"].get("evalSets", ())):
+        section["source"] = _absolute(section["source"], base)
     data["metadata"].setdefault("annotations", {})[FOLDER] = str(base)
     return RLJob.model_validate(data)
 
@@ -157,17 +158,17 @@ def _absolute(source: str, base: Path) -> str:
 
 
 def check_plugins(manifest: Manifest, *, source: str) -> None:
-    """Refuse a manifest that names plug-ins which are not installed here. Raises ManifestError."""
-    if problems := list(_absent_plugins(manifest)):
+    """Raise ManifestError if the manifest names plug-ins that are not installed here."""
+    if problems := list(_missing_plugins(manifest)):
         raise refusal(problems, source=source)
 
 
-def _absent_plugins(manifest: Manifest) -> Iterator[Problem]:
+def _missing_plugins(manifest: Manifest) -> Iterator[Problem]:
     data = manifest.model_dump(mode="json", by_alias=True)
     for place, group in _PLUGINS.get(manifest.kind, ()):
         try:
             name: Any = reduce(getitem, place, data)
-        except TypeError:  # a part that is absent
+        except TypeError:  # an absent section
             continue
         known = installed(group)
         if name not in known:
@@ -180,24 +181,26 @@ def _absent_plugins(manifest: Manifest) -> Iterator[Problem]:
 
 
 ROWS = 20_000
-"""Most prompts of one file that are looked at."""
+"""Most prompts of one file that are checked."""
 GENERATED = 512
-"""Most prompts of a source without end that are looked at."""
+"""Most prompts of an infinite source that are checked."""
 LOOK_S = 5.0
-"""Seconds after which no further prompt is looked at."""
+"""Seconds after which no further prompt is checked."""
 QUOTED = 60
 """Most characters of a question that are shown."""
 
 HEAVY: Mapping[str, type[msgspec.Struct]] = {"transformers": NoOptions, "torch": TorchOptions, "vllm": VllmOptions}
-"""The options of the plug-ins that are not loaded here, because importing torch takes seconds and much memory."""
-_JUDGED_BY_ANSWER = ("task", "math_verify")
-"""Rewards that compare with the prompt's answer."""
+"""Options of plug-ins that are not loaded here, because importing torch takes seconds and much memory."""
+_NEED_ANSWER = ("task", "math_verify")
+"""Reward functions that compare a response with the prompt's answer."""
 
 
 @dataclass
 class _Findings:
-    """Findings of the checks. elsewhere: what this machine lacks is no error; errors: what must be mended; notes: what
-    is worth knowing.
+    """Results of the checks.
+
+    elsewhere: whether the job may run on other machines, so that something missing on this one is no error; errors:
+    problems of the job; notes: notes for the user.
     """
 
     elsewhere: bool = False
@@ -206,7 +209,7 @@ class _Findings:
 
     @contextmanager
     def gather(self) -> Iterator[None]:
-        """Keep the error of the body, so that the rest is looked at too."""
+        """Catch and store the error of the body, so that the remaining checks run, too."""
         try:
             yield
         except AsyncFlowError as error:
@@ -214,20 +217,20 @@ class _Findings:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Take an error of the body for something that this machine ``lacks``."""
+        """Treat an error of the body as something that this machine ``lacks``."""
         try:
             yield
         except ManifestError as error:
             self.lacks(error)
 
     def lacks(self, error: ManifestError) -> None:
-        """Note that this machine lacks something, or raise ``error`` where the job runs here."""
+        """Add a note that this machine lacks something, or raise ``error`` if the job runs here."""
         if not self.elsewhere:
             raise error
         self.notes.append(f"this machine could not run it: {error}")
 
     def refuse(self, source: str) -> None:
-        """Raise ManifestError with all errors, where there are any."""
+        """Raise ManifestError with all errors, if there are any."""
         if len(self.errors) == 1:
             raise ManifestError(str(self.errors[0]), where=source)
         if self.errors:
@@ -236,15 +239,15 @@ class _Findings:
 
 
 def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
-    """Read what can be read of ``job`` without training, and return what is worth knowing, in sentences.
+    """Check everything of ``job`` that can be checked without training, and return notes as sentences.
 
-    job: as ``load`` returns it; source: named in errors; elsewhere: the job may run on other machines, so that what
-    this one lacks is worth knowing and not an error. Takes seconds: a reward process is started. Raises ManifestError
-    with everything that is wrong.
+    job: result of ``load``; source: name of the manifest in errors; elsewhere: whether the job may run on other
+    machines, so that something missing on this one is a note instead of an error. The checks take seconds, since they
+    start reward processes. Raises ManifestError with all problems.
     """
     spec, folder, findings = job.spec, job.folder(Path.cwd()), _Findings(elsewhere=elsewhere)
     if spec.rollout.replicas == 0:
-        waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
+        waits = "nothing is generated until rollouts are added: spec.rollout.replicas is 0"
         findings.notes.append(f"{waits} (asyncflow scale, kubectl scale)")
     if spec.data.held_out and spec.evaluation is None:
         unused = "data.eval is" if spec.data.eval is not None else "data.evalSets are"
@@ -279,14 +282,17 @@ def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
 
 
 def check_options(job: RLJob, *, source: str) -> None:
-    """Refuse options that engine or back end do not take. source: named in errors. Raises ManifestError."""
+    """Raise ManifestError for options that the engine or the back end does not accept.
+
+    source: name of the manifest in errors.
+    """
     findings = _Findings()
     _check_options(job.spec, findings)
     findings.refuse(source)
 
 
 def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
-    """Check the options of engine and back end."""
+    """Check the options of the engine and of the back end."""
     engine, backend = spec.rollout.engine, spec.trainer.backend
     for group, kind, plugin, where in (
         ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),
@@ -299,7 +305,7 @@ def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
 
 
 def _check_packages(spec: RLJobSpec, findings: _Findings) -> None:
-    """Check that the packages that read and compute models are installed. Raises ManifestError."""
+    """Raise ManifestError unless the packages that load and run models are installed."""
     needed = ["tokenizers", "safetensors"]
     if spec.reference is not None or {spec.rollout.engine.name, spec.trainer.backend.name} & HEAVY.keys():
         needed += ["torch", "transformers"]
@@ -313,7 +319,7 @@ def _check_packages(spec: RLJobSpec, findings: _Findings) -> None:
 
 
 def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder | None:
-    """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
+    """Check the model, and return its tokenizer, None if it is not on this machine. Raises ManifestError."""
     from asyncflow.models.lora import chosen_layers
     from asyncflow.models.source import (
         ModelSource,
@@ -367,7 +373,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path, findings: _Findings) -> None:
-    """Look at the prompts; raises ManifestError for the first source that cannot be used."""
+    """Check the prompts; raise ManifestError for the first source that cannot be used."""
     train = open_training(spec.data, tokenizer, folder=folder, cache=scratch)
     size = train.source.size
     most = GENERATED if size is None else min(size, ROWS)
@@ -383,18 +389,21 @@ def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path
 def _survey(
     spec: RLJobSpec, data: TrainDataSpec, prompter: Prompter, findings: _Findings, *, most: int, where: str
 ) -> None:
-    """Add to ``findings`` how many first prompts of a source have a problem; where: the field that names the source."""
+    """Add to ``findings`` the number of prompts with a problem among the first ones of a source.
+
+    where: the field that names the source.
+    """
     tokens, size = spec.sampling.max_prompt_tokens, spec.data.max_task_bytes
     seen = survey(prompter, most=most, within_s=LOOK_S, max_tokens=tokens, max_bytes=size)
-    looked = f"of {seen.prompts} prompts of {data.source}"
+    checked = f"of {seen.prompts} prompts of {data.source}"
     skipped = spec.data.overlong == "skip"
 
     def overlong(found: list[str], what: str, field: str) -> None:
         if skipped and 0 < len(found) < seen.prompts:
-            findings.notes.append(f"{where}: {len(found)} {looked} {what}: they are skipped, such as {_quoted(found)}")
+            findings.notes.append(f"{where}: {len(found)} {checked} {what}: they are skipped, such as {_quoted(found)}")
         elif found:
-            hint = f"Raise {field}, or take them out, such as {_quoted(found)}"
-            findings.errors.append(ManifestError(f"{len(found)} {looked} {what}", where=where, hint=hint))
+            hint = f"Raise {field}, or remove these prompts, such as {_quoted(found)}"
+            findings.errors.append(ManifestError(f"{len(found)} {checked} {what}", where=where, hint=hint))
 
     overlong(
         seen.too_long,
@@ -403,14 +412,14 @@ def _survey(
     )
     overlong(seen.too_large, f"have more than {size} bytes, with answer and meta", "data.maxTaskBytes")
     if found := seen.unanswered:
-        words = f"{len(found)} {looked} have no answer"
-        judge = next((part.function for part in spec.reward.parts if part.function in _JUDGED_BY_ANSWER), None)
+        problem = f"{len(found)} {checked} have no answer"
+        judge = next((part.function for part in spec.reward.parts if part.function in _NEED_ANSWER), None)
         if judge is not None:
-            hint = f"Name the field in config.answer, or take them out, such as {_quoted(found)}"
-            reason = f"{words}, and the reward function {judge} compares with it"
+            hint = f"Name the field in config.answer, or remove these prompts, such as {_quoted(found)}"
+            reason = f"{problem}, and the reward function {judge} compares with it"
             findings.errors.append(ManifestError(reason, where=where, hint=hint))
         else:
-            findings.notes.append(f"{where}: {words}: the reward function is given None for it")
+            findings.notes.append(f"{where}: {problem}: the reward function receives None for it")
 
 
 def _quoted(questions: list[str]) -> str:
@@ -419,7 +428,7 @@ def _quoted(questions: list[str]) -> str:
 
 
 async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where: str) -> bool:
-    """Load a function in a process of its own; return whether it is over whole groups.
+    """Load a function in a separate process; return whether it takes whole groups.
 
     Raises ManifestError, DeadlineExceeded.
     """
@@ -433,7 +442,7 @@ async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where:
 
 
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
-    """Load each function in a reward process. Raises ManifestError, DeadlineExceeded."""
+    """Load each reward function in a reward process. Raises ManifestError, DeadlineExceeded."""
     role = spec.reward.role
     for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
         where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"
@@ -443,7 +452,7 @@ async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
 
 
 async def _check_environment(spec: RLJobSpec, folder: Path) -> None:
-    """Load the environment, where there is one, in its process. Raises ManifestError, DeadlineExceeded."""
+    """Load the environment, if there is one, in a process. Raises ManifestError, DeadlineExceeded."""
     if spec.environment is not None:
         scorer = environment_process(spec.environment, spec.reward, workdir=folder)
         await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where="spec.environment")

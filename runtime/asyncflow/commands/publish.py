@@ -1,4 +1,4 @@
-"""``asyncflow publish``: the versions of a model that no job trains, from this machine, until it is told to end."""
+"""``asyncflow publish``: publication of a model that no job trains, from this machine, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from asyncflow.view.live import PublisherView
 from asyncflow.weights.transport import find_transport
 
 SMALLEST_SYNC = "{apiVersion: asyncflow.dev/v1alpha1, kind: WeightSync, metadata: {name: weights}}"
-"""The manifest of a WeightSync of which nothing is said."""
+"""The manifest of a WeightSync with default values."""
 
 
 def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | None, fresh: bool, port: int) -> int:
-    """Publish the model of a WeightSync from ``output`` until told to end, and return the exit status.
+    """Publish the model of a WeightSync from the folder ``output`` until a signal ends it; return the exit status.
 
-    overrides: ``path=value`` each; fresh: move aside what is there; port: that followers dial, 0: any. A relative
-    folder starts at that of the manifest, or at the working directory. Raises ManifestError before anything was
-    started, another AsyncFlowError where it failed.
+    overrides: ``path=value`` strings; fresh: whether to move an existing folder aside; port: port to which followers
+    connect, 0 for any. A relative model folder is relative to the folder of the manifest, or to the working directory.
+    Raises ManifestError before anything has started, and another AsyncFlowError on failure.
     """
     sync = load(source, overrides)
     assert isinstance(sync, WeightSync)
     check_plugins(sync, source=f"WeightSync {sync.metadata.name}")
     if sync.spec.source is None or (model := sync.spec.publishes) is None:
-        what, hint = "it publishes no model by itself", "Give spec.source.model, or run the job that names it"
+        what, hint = "it has no model of its own to publish", "Give spec.source.model, or run the job that names it"
         raise ManifestError(what, where=f"WeightSync {sync.metadata.name}", hint=hint)
-    watched = sync.spec.source.watch
+    is_watched = sync.spec.source.watch
     if "://" not in model:
         model = str((source.absolute().parent if isinstance(source, Path) else Path.cwd()) / model)
-        anchored = sync.spec.source.model_copy(update={"model": model})
-        sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": anchored})})
+        absolute = sync.spec.source.model_copy(update={"model": model})
+        sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": absolute})})
     try:
         find_transport(sync.spec.transport).check()
     except ManifestError as error:
         raise ManifestError(error.what, where="spec.transport", hint=error.hint) from error
-    if not (watched or model.startswith("pvc://")):
+    if not (is_watched or model.startswith("pvc://")):
         with TemporaryDirectory() as scratch:
             materialize_config(model, Path(scratch))
     path = output or RUNS / sync.metadata.name

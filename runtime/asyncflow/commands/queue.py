@@ -1,6 +1,6 @@
-"""The commands for a live queue: ls, show and peek look into it, drain has a storage unit leave.
+"""The commands for a live queue: ls, show and peek display its contents, drain makes a storage unit leave.
 
-Invariant: who looks leases nothing and changes nothing, but that the audit counts the rows that were looked at.
+Invariant: ls, show and peek lease no rows and change nothing, except that the ledger counts peeked rows for the audit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncflow.view.console import make_console, make_table, print_json
 
 T = TypeVar("T")
 _CALL_S = 10.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _LONGEST = 60
 
 
@@ -47,7 +47,10 @@ class PartitionReport(PartitionView, frozen=True, kw_only=True):
 
 
 class SeenRow(Struct, frozen=True, kw_only=True):
-    """Output of ``peek --json`` for one row. state: for the task, if one was named; values: in words, those it has."""
+    """Output of ``peek --json`` for one row.
+
+    state: state of the row for the task, "" if none was named; values: values of the requested columns, as text.
+    """
 
     row: int
     key: str
@@ -59,9 +62,9 @@ class SeenRow(Struct, frozen=True, kw_only=True):
 
 
 def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None:
-    """Print the partitions of a queue, and how full it is."""
+    """Print the partitions of a queue, and the memory in use."""
 
-    async def look(queue: QueueClient) -> Overview:
+    async def query(queue: QueueClient) -> Overview:
         names = await queue.partitions(timeout=_CALL_S)
         stats, units, views = await asyncio.gather(
             queue.stats(timeout=_CALL_S),
@@ -70,7 +73,7 @@ def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None
         )
         return Overview(stats=stats, partitions=views, units=units)
 
-    overview = _look(address, look, tls=tls, timeout=timeout)
+    overview = _run_with_client(address, query, tls=tls, timeout=timeout)
     if as_json:
         print_json(overview)
         return
@@ -80,32 +83,32 @@ def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None
         parked = _by_task(view, lambda task: task.parked)
         table.add_row(view.name, view.purpose or "-", str(view.rows), str(view.wanted), *counts, parked)
     make_console().print(table)
-    make_console().print(_of_units(overview.units))
+    make_console().print(_units_table(overview.units))
     stats = overview.stats
     units = "1 unit" if stats.units == 1 else f"{stats.units} units"
     click.echo(f"{units}, {size(stats.bytes)} of {size(stats.limit)} held, ledger {size(stats.ledger_bytes)}")
-    click.echo(f"{stats.lease_expiries} leases ended without an answer, {stats.redeliveries} rows given out again")
+    click.echo(f"{stats.lease_expiries} leases expired, {stats.redeliveries} rows redelivered")
     for silent in stats.silent:
         click.echo(f"controller {silent} does not answer: its tasks are not counted here")
 
 
 def drain(address: str, unit: int, *, tls: Path | None, timeout: float, as_json: bool) -> None:
-    """Drain a storage unit. Raises DeadlineExceeded where it has not left after ``timeout`` seconds."""
+    """Drain a storage unit. Raises DeadlineExceeded if it has not left after ``timeout`` seconds."""
 
     async def leave(queue: QueueClient) -> None:
         deadline = time.monotonic() + timeout
         await queue.drain_unit(unit, timeout=_CALL_S)
-        while left := [view for view in await queue.units_there(timeout=_CALL_S) if view.unit == unit]:
-            if left[0].state in ("serving", "silent"):
+        while found := [view for view in await queue.units_there(timeout=_CALL_S) if view.unit == unit]:
+            if found[0].state in ("serving", "silent"):
                 break
             if time.monotonic() >= deadline:
-                hint = "It goes on; see asyncflow queue ls, and whether the other units have room"
-                raise DeadlineExceeded(f"{left[0].rows} rows are still to be moved", where=f"unit {unit}", hint=hint)
+                hint = "The drain continues; see asyncflow queue ls, and check that the other units have room"
+                raise DeadlineExceeded(f"{found[0].rows} rows are still to be moved", where=f"unit {unit}", hint=hint)
             if not as_json:
-                click.echo(f"unit {unit}: {left[0].rows} rows, {size(left[0].bytes)} to move")
-            await asyncio.sleep(_LOOK_S)
+                click.echo(f"unit {unit}: {found[0].rows} rows, {size(found[0].bytes)} to move")
+            await asyncio.sleep(_POLL_S)
 
-    _look(address, leave, tls=tls, timeout=timeout)
+    _run_with_client(address, leave, tls=tls, timeout=timeout)
     if as_json:
         click.echo(json.dumps({"unit": unit, "left": True}))
     else:
@@ -115,12 +118,12 @@ def drain(address: str, unit: int, *, tls: Path | None, timeout: float, as_json:
 def show(address: str, partition: str, *, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Print the tasks of one partition and what each waits for, and the storage units."""
 
-    async def look(queue: QueueClient) -> PartitionReport:
-        asked = queue.show(partition, timeout=_CALL_S), queue.units_there(timeout=_CALL_S)
-        told, units = await asyncio.gather(*asked)
-        return PartitionReport(**msgspec.structs.asdict(told), units=units)
+    async def query(queue: QueueClient) -> PartitionReport:
+        calls = queue.show(partition, timeout=_CALL_S), queue.units_there(timeout=_CALL_S)
+        shown, units = await asyncio.gather(*calls)
+        return PartitionReport(**msgspec.structs.asdict(shown), units=units)
 
-    view = _look(address, look, tls=tls, timeout=timeout)
+    view = _run_with_client(address, query, tls=tls, timeout=timeout)
     if as_json:
         print_json(view)
         return
@@ -141,8 +144,8 @@ def show(address: str, partition: str, *, tls: Path | None, timeout: float, as_j
         table.add_row(name, _list(task.needs), _list(task.writes), *map(str, counts), *oldest)
     make_console().print(table)
     for silent, tasks in view.silent.items():
-        click.echo(f"controller {silent} does not answer: nothing is known of its tasks, {_list(tasks)}")
-    make_console().print(_of_units(view.units))
+        click.echo(f"controller {silent} does not answer: the state of its tasks is unknown: {_list(tasks)}")
+    make_console().print(_units_table(view.units))
 
 
 def peek(
@@ -158,52 +161,52 @@ def peek(
 ) -> None:
     """Print the oldest rows of a partition, as ``task`` sees them, with the values of some columns."""
 
-    async def look(queue: QueueClient) -> list[SeenRow]:
+    async def query(queue: QueueClient) -> list[SeenRow]:
         peek = await Partition(queue, partition).peek(task, most=most, timeout=_CALL_S)
         values = {name: await _values(queue, peek, name) for name in columns}
-        return [_seen(peek, index, values, task=task) for index in range(len(peek.rows))]
+        return [_row(peek, index, values, task=task) for index in range(len(peek.rows))]
 
-    rows = _look(address, look, tls=tls, timeout=timeout)
+    rows = _run_with_client(address, query, tls=tls, timeout=timeout)
     if as_json:
         print_json(rows)
         return
     table = make_table("ROW", "KEY", "TAGS", *(["STATE", "ATTEMPT"] if task else []), "BYTES", *columns)
     for row in rows:
         tags, sizes = (_list(f"{name}={value}" for name, value in pairs.items()) for pairs in (row.tags, row.bytes))
-        seen = (row.state, str(row.attempt)) if task else ()
+        for_task = (row.state, str(row.attempt)) if task else ()
         table.add_row(
-            str(row.row), row.key or "-", tags, *seen, sizes, *(row.values.get(name, "-") for name in columns)
+            str(row.row), row.key or "-", tags, *for_task, sizes, *(row.values.get(name, "-") for name in columns)
         )
     make_console().print(table)
 
 
-def _look(
-    address: str, look: Callable[[QueueClient], Coroutine[Any, Any, T]], *, tls: Path | None, timeout: float
+def _run_with_client(
+    address: str, query: Callable[[QueueClient], Coroutine[Any, Any, T]], *, tls: Path | None, timeout: float
 ) -> T:
-    """Run ``look`` with a client of the queue at ``address``."""
+    """Run ``query`` with a client of the queue at ``address``, and return its result."""
 
     async def run() -> T:
         credentials = Credentials(tls) if tls is not None else None
         async with aconnect(address, credentials=credentials, timeout=timeout) as queue:
-            return await look(queue)
+            return await query(queue)
 
     return asyncio.run(run())
 
 
 async def _values(queue: QueueClient, peek: PeekedRows, column: str) -> dict[int, str]:
-    """Return the values of a column in words, by row."""
+    """Return the values of a column as text, by row."""
     sizes = peek.sizes.get(column, [])
-    there = [row for row, size in zip(peek.rows, sizes, strict=False) if size >= 0]
-    fetched = await queue.fetch(there, [column], timeout=_CALL_S)
-    return dict(zip(there, map(_words, decode(fetched[column])), strict=True))
+    present = [row for row, size in zip(peek.rows, sizes, strict=False) if size >= 0]
+    fetched = await queue.fetch(present, [column], timeout=_CALL_S)
+    return dict(zip(present, map(_text, decode(fetched[column])), strict=True))
 
 
-def _words(value: Any) -> str:
-    words = " ".join(repr(value.tolist() if hasattr(value, "tolist") else value).split())
-    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"
+def _text(value: Any) -> str:
+    text = " ".join(repr(value.tolist() if hasattr(value, "tolist") else value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _seen(peek: PeekedRows, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
+def _row(peek: PeekedRows, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
     row = peek.rows[index]
     return SeenRow(
         row=row,
@@ -226,7 +229,7 @@ def _state(peek: PeekedRows, index: int) -> str:
     return "ready" if peek.ready[index] else "its group is not ready"
 
 
-def _of_units(units: Sequence[UnitView]) -> Table:
+def _units_table(units: Sequence[UnitView]) -> Table:
     table = make_table("UNIT", "STATE", "ROWS", "HELD", "OF", "EPOCH", "ADDRESS")
     for unit in units:
         room = (size(unit.bytes), size(unit.limit))
@@ -238,5 +241,5 @@ def _by_task(view: PartitionView, count: Callable[[TaskView], int]) -> str:
     return _list(f"{task.name} {count(task)}" for task in view.tasks if count(task))
 
 
-def _list(words: Any) -> str:
-    return ", ".join(words) or "-"
+def _list(items: Any) -> str:
+    return ", ".join(items) or "-"

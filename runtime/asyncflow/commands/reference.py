@@ -1,7 +1,6 @@
-"""``asyncflow reference``: every field of a manifest, from the models that read it.
+"""``asyncflow reference``: documentation of every field of a manifest, generated from the models in ``api``.
 
-Invariant: the file is a function of the models, the shapes of plug-ins' options, and the list of what is not done yet;
-``check`` says where it is not what they say.
+Invariant: the file is a function of the models and of the option classes of built-in plug-ins; ``check`` tests that.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _OPTIONS = (
     ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
     ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
 )
-"""Places in a manifest where options are given, and AsyncFlow's own plug-ins that read them."""
-_WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
+"""Fields of a manifest that hold options, and AsyncFlow's own plug-ins that read them."""
+_TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
 
 
 def render() -> str:
@@ -62,12 +61,12 @@ def write(file: Path) -> None:
 
 
 def check(file: Path) -> bool:
-    """Return whether ``file`` holds what the models say."""
+    """Return whether ``file`` is up to date."""
     return file.is_file() and file.read_text(encoding="utf-8") == render()
 
 
 def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Spec], str]) -> Iterator[str]:
-    """Yield the section of ``model``, which stands at ``place``, and of each model in it that has none yet."""
+    """Yield the section of ``model``, the type of the field ``place``, and of each nested model that has none yet."""
     known[model] = place
     inner: list[tuple[type[Spec], str, Schema]] = []
     rows = []
@@ -78,10 +77,10 @@ def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Sp
         if part is None:
             rows.append(f"| `{alias}` | {_type(described)} | {_default(info)} | {text} |\n")
             continue
-        there = f"{place}.{alias}" + ("[]" if described.get("type") == "array" else "")
+        path = f"{place}.{alias}" + ("[]" if described.get("type") == "array" else "")
         if part not in known:
-            inner.append((part, there, described.get("items", described)))
-            known[part] = there
+            inner.append((part, path, described.get("items", described)))
+            known[part] = path
         rows.append(f"| `{alias}` | [{known[part]}]({_anchor(known[part])}) | {_default(info)} | {text} |\n")
     yield f"\n## {place}\n\n{_prose(model.__doc__)}\n\n| field | type | default | |\n|---|---|---|---|\n"
     yield from rows
@@ -89,8 +88,8 @@ def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Sp
         yield "\nWhat is refused, and why:\n\n"
     for rule in model.rules:
         yield f"* `{'.'.join(place_of(rule.reads[0]))}`: {_prose(rule.why)}. {_prose(rule.fix)}.\n"
-    for part, there, described in inner:
-        yield from _sections(part, there, described, known)
+    for part, path, described in inner:
+        yield from _sections(part, path, described, known)
 
 
 def _type(schema: Schema) -> str:
@@ -100,19 +99,19 @@ def _type(schema: Schema) -> str:
         return "quantity"
     if schema.get("type") == "array":
         return f"list of {_type(schema['items'])}"
-    words = _WORDS.get(schema.get("type", ""), "any value")
-    return f"{words}{_bounds(schema)}"
+    name = _TYPES.get(schema.get("type", ""), "any value")
+    return f"{name}{_bounds(schema)}"
 
 
 def _bounds(schema: Schema) -> str:
     least, most = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    words = []
+    bounds = []
     if least is not None:
-        words.append(f"{'more than' if above else 'at least'} {_number(least)}")
+        bounds.append(f"{'more than' if above else 'at least'} {_number(least)}")
     if most is not None:
-        words.append(f"{'less than' if below else 'at most'} {_number(most)}")
-    return f", {', '.join(words)}" if words else ""
+        bounds.append(f"{'less than' if below else 'at most'} {_number(most)}")
+    return f", {', '.join(bounds)}" if bounds else ""
 
 
 def _number(value: float) -> str:
@@ -122,7 +121,7 @@ def _number(value: float) -> str:
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
-    if info.default_factory_takes_validated_data:  # it is made of other fields, and the description says how
+    if info.default_factory_takes_validated_data:  # computed from other fields, as the description says
         return "–"
     value: Any = info.get_default(call_default_factory=True, validated_data={})
     if value is None:
@@ -152,9 +151,9 @@ def _plugin_options() -> Iterator[str]:
 
 
 def _options(name: str, shape: type[msgspec.Struct]) -> Iterator[str]:
-    words = _prose(shape.__doc__)
+    description = _prose(shape.__doc__)
     found = list(zip(shape.__struct_fields__, shape.__struct_defaults__, strict=True))
     if not found:
-        yield f"| `{name}` | – | – | {words} |\n"
+        yield f"| `{name}` | – | – | {description} |\n"
     for index, (option, default) in enumerate(found):
-        yield f"| `{name}` | `{option}` | `{json.dumps(default)}` | {words if index == 0 else ''} |\n"
+        yield f"| `{name}` | `{option}` | `{json.dumps(default)}` | {description if index == 0 else ''} |\n"

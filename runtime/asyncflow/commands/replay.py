@@ -1,7 +1,8 @@
-"""``asyncflow replay DIR --step K``: which samples made a step, under which weights and why, and the step made again.
+"""``asyncflow replay DIR --step K``: the samples of a step, their weights and the reasons, and a replay of the step.
 
-Invariant: what was compared is named with its result, and so is what could not be; the exit status is 0 only where
-everything that was compared is the same: to the bit, or, where a reason is named why bits cannot be, within 0.1 %.
+Invariants: the output lists each comparison with its result, and each comparison that was not possible. The exit status
+is 0 only if everything that was compared is the same: bit for bit, or within 0.1 % if the output states a reason why
+bits may differ.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ _CLOSE = 1e-3
 _WIDTH = 120
 _SAME, _OTHER = "the same bits", "DIFFERS"
 _NOT_OF_THE_STEP = re.compile(r"at|started|ended|attempt|ranks|published|reward_components|logprob_gap.*|.*_s")
-"""Fields of a line of figures that are not the step's own."""
+"""Fields of a line of figures that do not depend on the step's computation."""
 
 
 def replay(run: Path, *, step: int, most: int, again: bool, output: Path | None) -> int:
-    """Print the samples of a step, make it again where ``again``, and print what is the same; 1 where something is not.
+    """Print the samples of a step; if ``again``, replay the step, and compare and print the results.
 
-    most: samples that are listed; output: a folder that does not exist, for the checkpoint that is made, None: it is
-    not kept. Raises ManifestError where there is no such step.
+    most: most samples to list; output: a folder that does not exist, for the resulting checkpoint, None to discard it.
+    Returns 0, or 1 if a result differs or the step cannot be replayed. Raises ManifestError if there is no such step.
     """
     check_run(run)
     if output is not None and output.exists():
-        raise ManifestError("is there already", where=str(output), hint="Give a folder that does not exist")
+        raise ManifestError("exists already", where=str(output), hint="Give a folder that does not exist")
     job = load_job(run / JOB)
     history = RunHistory.of([list(read_records(run, rank)) for rank in ranks_of(run)])
     recorded = history.step(step)
@@ -66,7 +67,7 @@ def replay(run: Path, *, step: int, most: int, again: bool, output: Path | None)
     for reason in inexact:
         click.echo(f"may differ in bits: {reason}")
     with tempfile.TemporaryDirectory() if output is None else nullcontext(str(output)) as target:
-        return _again(job, run.absolute(), history, plan, Path(target), exact=not inexact)
+        return _replay(job, run.absolute(), history, plan, Path(target), exact=not inexact)
 
 
 def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
@@ -97,7 +98,8 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
             click.echo(f"and {len(rows) - most} more (-n)")
 
 
-def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target: Path, *, exact: bool) -> int:
+def _replay(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target: Path, *, exact: bool) -> int:
+    """Replay the steps of ``plan``, print all comparisons, and return the exit status."""
     os.environ.update(make_plan(job).role("trainer").env)  # before torch is imported
     from asyncflow.replay.again import StepAgain, compare_checkpoints, replay_steps, weights_gap
 
@@ -115,60 +117,60 @@ def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target:
             done=lambda number, samples: click.echo(f"  step {number}: {samples} samples", err=True),
         )
     )
-    right, compared, missing = True, [], []
-    for one in steps:
-        differ = [made.record for made in one.samples if not made.same]
-        tokens = sum(not made.same_tokens for made in one.samples)
-        what = f"tokens and log-probs of the {len(one.samples)} samples of step {one.report.step}"
+    same, compared, missing = True, [], []
+    for replayed in steps:
+        differ = [made.record for made in replayed.samples if not made.same]
+        tokens = sum(not made.same_tokens for made in replayed.samples)
+        what = f"tokens and log-probs of the {len(replayed.samples)} samples of step {replayed.report.step}"
         if differ:
             first = f"{differ[0].serial}/{differ[0].sample}"
             compared.append(f"{what}: {len(differ)} differ, {tokens} of them in tokens; the first is {first}")
         else:
             compared.append(f"{what}: {_SAME}")
-        weights = f"θ{one.report.step} with the digest of what was published"
-        if one.same is None:
+        weights = f"θ{replayed.report.step} with the digest of the published version"
+        if replayed.same is None:
             missing.append(f"{weights}: it was not published by one rank")
         else:
-            compared.append(f"{weights}: {_SAME if one.same else _OTHER}")
-        right = right and (not exact or (not differ and one.same is not False))
+            compared.append(f"{weights}: {_SAME if replayed.same else _OTHER}")
+        same = same and (not exact or (not differ and replayed.same is not False))
     where = f"checkpoints/step-{step:06d}"
     if exact and (files := compare_checkpoints(run, target, step=step)):
-        compared += [f"{where}/{path}: {_SAME if same else _OTHER}" for path, same in sorted(files.items())]
-        right = right and all(files.values())
+        compared += [f"{where}/{path}: {_SAME if equal else _OTHER}" for path, equal in sorted(files.items())]
+        same = same and all(files.values())
     elif not exact and (gap := weights_gap(run, target, step=step)) is not None:
         compared.append(f"weights of {where}: {f'they differ by at most {gap:.1e}' if gap else _SAME}")
     else:
         missing.append(f"optimizer: the run keeps no checkpoint of step {step}")
-    theirs = _line(run, step, history.step(step).attempt)
-    if theirs is None:
+    recorded = _line(run, step, history.step(step).attempt)
+    if recorded is None:
         missing.append(f"figures: {METRICS} has no line of step {step}")
     else:
-        unlike = _unlike(theirs, line_of(steps[-1].report, at=0.0), exact=exact)
-        compared.append(f"figures of {METRICS}: {'the same' if not unlike else '; '.join(unlike)}")
-        right = right and not unlike
-    missing.append("rewards and advantages: they are those recorded, no reward function was called")
+        different = _differences(recorded, line_of(steps[-1].report, at=0.0), exact=exact)
+        compared.append(f"figures of {METRICS}: {'the same' if not different else '; '.join(different)}")
+        same = same and not different
+    missing.append("rewards and advantages: the recorded ones were used, no reward function was called")
     for line in compared:
         click.echo(f"compared: {line}")
     for line in missing:
         click.echo(f"not compared: {line}")
-    click.echo(_result(step, right=right, exact=exact))
-    return 0 if right else 1
+    click.echo(_result(step, same=same, exact=exact))
+    return 0 if same else 1
 
 
-def _result(step: int, *, right: bool, exact: bool) -> str:
+def _result(step: int, *, same: bool, exact: bool) -> str:
     if not exact:
-        how = "is the same within" if right else "differs by more than"
+        how = "is the same within" if same else "differs by more than"
         return f"step {step} {how} {_CLOSE:.1%}"
-    if right:
+    if same:
         return f"step {step} is the same"
     return (
-        f"step {step} is NOT the same. Another kind of processor, other versions of torch or transformers, or a "
-        "manifest or data that was changed since make other bits"
+        f"step {step} is NOT the same. Bits differ with another kind of processor, with other versions of torch or "
+        "transformers, or if the manifest or the data has changed since"
     )
 
 
 def _line(run: Path, step: int, attempt: int) -> dict[str, Any] | None:
-    """Return the line of figures of a step, None where there is none that can be read."""
+    """Return the recorded figures of a step, None if no line of the step can be read."""
     found = None
     try:
         lines = (run / METRICS).read_bytes().splitlines()
@@ -176,18 +178,18 @@ def _line(run: Path, step: int, attempt: int) -> dict[str, Any] | None:
         return None
     for line in lines:
         try:
-            told = msgspec.json.decode(line, type=dict[str, Any])
+            figures = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.MsgspecError:
             continue
-        if told.get("step") == step and told.get("attempt") == attempt:
-            found = told
+        if figures.get("step") == step and figures.get("attempt") == attempt:
+            found = figures
     return found
 
 
-def _unlike(theirs: dict[str, Any], own: dict[str, Any], *, exact: bool) -> Sequence[str]:
-    """Return the figures that differ: not those of times, nor the log-prob gap, which depends on what was at hand."""
-    names = (name for name in theirs if name in own and not _NOT_OF_THE_STEP.fullmatch(name))
-    pairs = ((name, theirs[name], own[name]) for name in names)
+def _differences(recorded: dict[str, Any], own: dict[str, Any], *, exact: bool) -> Sequence[str]:
+    """Return the figures that differ, except times and the log-prob gap, which depends on the versions in memory."""
+    names = (name for name in recorded if name in own and not _NOT_OF_THE_STEP.fullmatch(name))
+    pairs = ((name, recorded[name], own[name]) for name in names)
     return [f"{name} was {was}, is {now}" for name, was, now in pairs if not _equal(was, now, exact)]
 
 

@@ -1,10 +1,10 @@
-"""A job, or a queue that stands alone, on this machine: ``asyncflow run FILE``, ``asyncflow queue serve``, ``train``.
+"""A job, or a standalone queue, on this machine: ``asyncflow run FILE``, ``asyncflow queue serve``, ``train``.
 
-A job runs from its manifest to its summary. A queue is served until it is told to end; its folder keeps the ledger: who
-serves from it again goes on with it, at the same address, though what lay in the memory of units is gone.
+A job runs from its manifest to its summary. A queue is served until a signal ends it. Its folder keeps the ledger: a
+queue that is served from the folder again continues the ledger, but has lost the rows in the memory of its units.
 
-Invariant: until manifest, model, data, plug-ins and folder have been found good, nothing is created and nothing is
-started; a start that is refused leaves no folder behind.
+Invariant: nothing is created or started until the manifest, the model, the data, the plug-ins and the folder have been
+checked; a refused start leaves no folder behind.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _log = logging.getLogger(__name__)
 V = TypeVar("V", bound=LiveView)
 
 _SIGNALLED = 128
-"""Exit code of a run that a signal ended, less the number of the signal."""
+"""Base of the exit code of a run that a signal ended; the signal number is added."""
 _REPLICAS = ("spec", "rollout", "replicas")
-"""A change of it is newer than what ``asyncflow scale`` has asked for."""
+"""Path of the number of rollouts; a change of it cancels an earlier request of ``asyncflow scale``."""
 RUNS = Path("runs")
-"""Folder of the runs that are given none, each under its name."""
+"""Parent of the default folder of a run, which has the run's name."""
 
 
 def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bool, fresh: bool) -> int:
-    """Run the job to its end and give the exit status.
+    """Run the job to its end, and return the exit status.
 
-    Raises ManifestError before anything was started, another AsyncFlowError where the job failed.
+    Raises ManifestError before anything has started, and another AsyncFlowError if the job failed.
     """
-    begun_with = saved_overrides(output or RUNS / name_of(file, overrides)) if resume else []
-    if begun_with:
-        click.echo(f"as the run was begun: {_sets(begun_with)}")
-    overrides = latest([*begun_with, *overrides])
+    saved = saved_overrides(output or RUNS / name_of(file, overrides)) if resume else []
+    if saved:
+        click.echo(f"as the run was started: {_sets(saved)}")
+    overrides = latest([*saved, *overrides])
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes + preflight(job, source=str(file)):
         click.echo(f"note: {note}")
@@ -81,15 +81,15 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
         resume=resume,
         fresh=fresh,
         make_view=partial(RunView, console=make_console()),
-        tell=click.echo,
+        notify=click.echo,
     )
     if not view.closed:
         leave(outcome)
     if outcome.exit_code and folder.job.exists():
         if outcome.refused and (kept := load_job(folder.job)) != job:
-            click.echo("what was changed is not kept: --resume goes on with the settings of before")
+            click.echo("the changes are not kept: --resume uses the previous settings")
             job, overrides = kept, saved_overrides(folder.path)
-        _say_what_was_kept(job, folder.path, file=file, overrides=overrides)
+        _print_progress(job, folder.path, file=file, overrides=overrides)
     elif outcome.exit_code:
         click.echo(f"no step was made, so nothing is left in {folder.path}")
     if outcome.failure:
@@ -108,15 +108,16 @@ def train(
 ) -> dict[str, Any]:
     """Run a job on this machine to its end, as ``asyncflow run`` does, and return the figures of its ``summary.json``.
 
-    job: a manifest, or a job, as ``asyncflow.load`` returns it or made in Python; overrides: ``path=value`` each, as
-    ``--set`` takes them. output: folder of the run, ``runs/NAME`` where None; resume: continue the run that it holds;
-    fresh: move that aside and begin anew. progress: called with each new status of the driver, about twice a second, in
-    a thread of its own; what it raises ends the run in order, and is raised here.
+    job: path of a manifest, or a job that was returned by ``asyncflow.load`` or made in Python; overrides:
+    ``path=value`` strings, as for ``--set``; output: folder of the run, ``runs/NAME`` if None; resume: whether to
+    continue the run in that folder; fresh: whether to move that run aside and start from scratch; progress: called with
+    each new status of the driver, about twice a second, in a separate thread. An exception that it raises ends the run
+    in order, and is raised here.
 
-    Call it in the main thread and in no event loop: until it returns, SIGINT, SIGTERM and SIGHUP of this process end
-    the run, and log records of this process go to ``logs/supervisor.log`` of the run. Raises ManifestError where
-    nothing was started, KeyboardInterrupt after SIGINT, SystemExit after the other signals, another AsyncFlowError
-    where the job failed.
+    Call this function in the main thread and outside of event loops: until it returns, SIGINT, SIGTERM and SIGHUP of
+    this process end the run, and log records of this process go to ``logs/supervisor.log`` of the run. Raises
+    ManifestError if nothing was started, KeyboardInterrupt after SIGINT, SystemExit after the other signals, and
+    another AsyncFlowError if the job failed.
     """
     _check_thread()
     if resume and fresh:
@@ -128,7 +129,7 @@ def train(
     resolved, notes = resolve(runnable_job(job, overrides))
     for note in notes + preflight(resolved, source=source_name(job)):
         _log.info("note: %s", note)
-    with _callers_own():
+    with _restored_signals_and_logging():
         outcome, view, folder = _carry_out(
             resolved,
             path,
@@ -136,7 +137,7 @@ def train(
             resume=resume,
             fresh=fresh,
             make_view=partial(ProgressView, progress=progress),
-            tell=_log.info,
+            notify=_log.info,
         )
     if failure := view.failure or outcome.failure:
         raise failure
@@ -146,36 +147,36 @@ def train(
         raise SystemExit(outcome.exit_code)
     summary = read_summary(folder.summary)
     if summary is None:
-        raise AsyncFlowError("the run has ended well, and its summary cannot be read", where=str(folder.summary))
+        raise AsyncFlowError("the run has succeeded, but its summary cannot be read", where=str(folder.summary))
     return summary
 
 
 def _check_thread() -> None:
-    """Refuse to run where signals cannot be taken over, or an event loop runs. Raises AsyncFlowError."""
+    """Raise AsyncFlowError if this is not the main thread, which handles signals, or if an event loop runs."""
     where = "asyncflow.train"
     if threading.current_thread() is not threading.main_thread():
         raise AsyncFlowError("called in a thread", where=where, hint="Call it in the main thread of a process")
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
-        raise AsyncFlowError("called in an event loop", where=where, hint="Call it outside, or in a process of its own")
+        raise AsyncFlowError("called in an event loop", where=where, hint="Call it outside, or in a separate process")
 
 
 @contextlib.contextmanager
-def _callers_own() -> Iterator[None]:
-    """Restore the logging and the signal handlers of the caller at the end: the supervisor has its own meanwhile."""
+def _restored_signals_and_logging() -> Iterator[None]:
+    """Restore the caller's logging and signal handlers at the end of the context; the supervisor replaces them."""
     root, own = logging.getLogger(), logging.getLogger("asyncflow")
-    handlers, levels, warned = root.handlers[:], (root.level, own.level), warnings.showwarning
+    handlers, levels, showwarning = root.handlers[:], (root.level, own.level), warnings.showwarning
     on_signal = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         for number, handler in on_signal.items():
-            if handler is not None:  # not of C code
+            if handler is not None:  # None: installed by C code
                 signal.signal(number, handler)
         root.handlers[:] = handlers
         root.setLevel(levels[0])
         own.setLevel(levels[1])
-        if warnings.showwarning is not warned:
+        if warnings.showwarning is not showwarning:
             logging.captureWarnings(capture=False)
 
 
@@ -187,24 +188,24 @@ def _carry_out(
     resume: bool,
     fresh: bool,
     make_view: Callable[..., V],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[RunOutcome, V, RunFolder]:
-    """Run a job that was found good from the folder ``path``, which is as it was where a role refuses the job.
+    """Run a checked job from the folder ``path``; if a role refuses the job, the folder is restored.
 
-    overrides: with which the job was read, kept for a run that is resumed; make_view: makes the display of the run;
-    tell: called with what is worth knowing. Returns the outcome, the display and the folder.
+    overrides: the ``--set`` values of the job, saved for ``--resume``; make_view: creates the display of the run;
+    notify: called with notes for the user. Returns the outcome, the display and the folder.
     """
     folder = RunFolder.claim(path or RUNS / job.name, resume=resume, fresh=fresh)
     refused = True
     try:
         if resume:
             for difference in differences(load_job(folder.job), job):
-                tell(f"changed: {difference}")
+                notify(f"changed: {difference}")
                 if difference.place == _REPLICAS:
                     write_request(folder.requests, "rollout", None)
         if folder.moved_to:
-            tell(f"the run that was there is now in {folder.moved_to}")
-        outcome, view = _supervise(job, folder, overrides, make_view=make_view, tell=tell)
+            notify(f"the previous run is now in {folder.moved_to}")
+        outcome, view = _supervise(job, folder, overrides, make_view=make_view, notify=notify)
         refused = outcome.refused
     finally:
         folder.release(undo=refused)
@@ -215,28 +216,28 @@ def _sets(overrides: Sequence[str]) -> str:
     return shlex.join(word for override in overrides for word in ("--set", override))
 
 
-def _say_what_was_kept(job: RLJob, folder: Path, *, file: Path, overrides: Sequence[str]) -> None:
-    """Print how far a run that has not ended well came, what of it is kept, and how to go on."""
+def _print_progress(job: RLJob, folder: Path, *, file: Path, overrides: Sequence[str]) -> None:
+    """Print how many steps an unsuccessful run made, how many of them are kept, and the command to continue."""
     steps, kept = job.spec.algorithm.steps, _kept_step(folder)
     made = last_step(folder / METRICS, steps=steps)
     run = f"asyncflow run {shlex.quote(str(file))}"
     if not made:
         where = _where(folder, usual=RUNS / job.name)
         sets = f" {_sets(overrides)}" if overrides else ""
-        click.echo(f"no step was made, so nothing is kept; begin again with\n  {run}{where}{sets}")
+        click.echo(f"no step was made, so nothing is kept; start again with\n  {run}{where}{sets}")
         return
     where = _where(folder, usual=_bare_folder(file))
     if kept >= made:
-        words = "and all of them are kept"
+        text = "and all of them are kept"
     elif kept:
-        words = f"of which 1 to {kept} are kept; the others will be made again"
+        text = f"of which 1 to {kept} are kept; the others will be made again"
     else:
-        words = "and none is in a checkpoint; they will be made again"
-    click.echo(f"{made} of {steps} steps were made, {words}. Go on with\n  {run}{where} --resume")
+        text = "and none is in a checkpoint; they will be made again"
+    click.echo(f"{made} of {steps} steps were made, {text}. Continue with\n  {run}{where} --resume")
 
 
 def _bare_folder(file: Path) -> Path | None:
-    """Return the folder that ``asyncflow run FILE`` uses, None where the file alone does not tell."""
+    """Return the default folder of ``asyncflow run FILE``, None if the file cannot be read without overrides."""
     try:
         return RUNS / name_of(file)
     except ManifestError:
@@ -244,11 +245,11 @@ def _bare_folder(file: Path) -> Path | None:
 
 
 def _where(folder: Path, *, usual: Path | None) -> str:
-    """Return the words that name ``folder`` in a command for which it would be ``usual``."""
+    """Return the option that selects ``folder`` in a command whose default is ``usual``; "" if they are the same."""
     if usual is not None and folder == usual.absolute():
         return ""
-    here = Path.cwd()
-    return f" --output {shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))}"
+    cwd = Path.cwd()
+    return f" --output {shlex.quote(str(folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder))}"
 
 
 class _Step(msgspec.Struct):
@@ -256,7 +257,7 @@ class _Step(msgspec.Struct):
 
 
 def last_step(metrics: Path, *, steps: int) -> int:
-    """Return the step of the last line of ``metrics.jsonl`` that tells of one of ``steps``, 0 where none does."""
+    """Return the step of the last line of ``metrics.jsonl`` that is between 1 and ``steps``, 0 if there is none."""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:
@@ -270,7 +271,7 @@ def last_step(metrics: Path, *, steps: int) -> int:
 
 
 def _kept_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint, 0 where there is none that can be read."""
+    """Return the step of the newest checkpoint, 0 if there is none or it cannot be read."""
     try:
         checkpoint = Checkpoints(folder / "checkpoints").latest()
     except CheckpointError:
@@ -284,31 +285,31 @@ def _supervise(
     overrides: Sequence[str],
     *,
     make_view: Callable[..., V],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[RunOutcome, V]:
     folder.save_overrides(overrides)
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
     limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
     elastic = Elastic(policy=job.spec.elasticity.acts, drain_s=job.spec.rollout.drain_seconds)
-    with local_site(plan(job).roles, folder=folder, limits=limits, elastic=elastic) as here:
+    with local_site(plan(job).roles, folder=folder, limits=limits, elastic=elastic) as site:
         if job.spec.scheduling.gang != "none":
-            tell("of no effect on one machine: spec.scheduling.gang")
+            notify("spec.scheduling.gang has no effect on one machine")
         view = make_view(
-            name=job.name, folder=folder.path, placed=lambda: here.supervisor.placed, http_port=here.http_port
+            name=job.name, folder=folder.path, placed=lambda: site.supervisor.placed, http_port=site.http_port
         )
-        return _attended(here, view), view
+        return _run_with_view(site, view), view
 
 
-def _attended(here: LocalSite, view: LiveView) -> RunOutcome:
-    """Run a supervisor to its end while ``view`` shows it, and may end it."""
+def _run_with_view(site: LocalSite, view: LiveView) -> RunOutcome:
+    """Run a supervisor to its end while ``view`` displays it; the view may also end it."""
 
     async def supervise() -> RunOutcome:
         loop = asyncio.get_running_loop()
-        view.stop = lambda: loop.call_soon_threadsafe(here.supervisor.stop, signal.SIGINT)
-        return await here.supervisor.run()
+        view.stop = lambda: loop.call_soon_threadsafe(site.supervisor.stop, signal.SIGINT)
+        return await site.supervisor.run()
 
-    here.supervisor.observe = view.event
+    site.supervisor.observe = view.event
     view.start()
     try:
         return asyncio.run(supervise())
@@ -317,21 +318,22 @@ def _attended(here: LocalSite, view: LiveView) -> RunOutcome:
 
 
 def leave(outcome: RunOutcome) -> None:
-    """End although a thread hangs in a write that is not read: interpreter shutdown would wait for its lock."""
+    """Exit although a thread is blocked in a write to a full pipe: interpreter shutdown would wait for its lock."""
     if outcome.failure:
         os.write(sys.stderr.fileno(), f"error: {outcome.failure}\n".encode())
     os._exit(outcome.exit_code)
 
 
 SMALLEST_QUEUE = "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: queue}}"
-"""The manifest of a queue of which nothing is said."""
+"""The manifest of a queue with default values."""
 
 
 def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | None, fresh: bool, port: int) -> int:
-    """Serve the queue of a manifest from ``output`` until told to end, and return the exit status.
+    """Serve the queue of a manifest from the folder ``output`` until a signal ends it; return the exit status.
 
-    overrides: ``path=value`` each; fresh: move aside what is there instead of going on with it; port: that clients
-    dial, 0: any. Raises ManifestError before anything was started, another AsyncFlowError where it failed.
+    overrides: ``path=value`` strings; fresh: whether to move an existing queue aside instead of continuing it; port:
+    port to which clients connect, 0 for any. Raises ManifestError before anything has started, and another
+    AsyncFlowError on failure.
     """
     queue = load(source, overrides)
     assert isinstance(queue, TransferQueue)
@@ -346,8 +348,8 @@ def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | Non
     outcome, folder = serve_alone(
         queue, queue_roles(queue), path=path, name=QUEUE, resume=resume, fresh=fresh, port=port, make_view=view
     )
-    gone = "what lay in memory is gone; " if queue.spec.store is None else ""
-    click.echo(f"{gone}the ledger stays in {folder.path}: asyncflow audit {folder.path}")
+    lost = "the rows in memory are lost; " if queue.spec.store is None else ""
+    click.echo(f"{lost}the ledger stays in {folder.path}: asyncflow audit {folder.path}")
     return outcome.exit_code
 
 
@@ -362,33 +364,33 @@ def serve_alone(
     port: int,
     make_view: Callable[..., LiveView],
 ) -> tuple[RunOutcome, RunFolder]:
-    """Run what stands alone from the folder ``path`` until told to end.
+    """Run a standalone queue or publisher from the folder ``path`` until a signal ends it.
 
-    name: of the file for the manifest; resume: go on with what is there; port: that all dial, 0: any. Raises
-    AsyncFlowError where it failed, and leaves nothing behind where it was refused.
+    name: name of the manifest file; resume: whether to continue an existing one; port: port to which all processes
+    connect, 0 for any. Raises AsyncFlowError on failure; a refused start leaves nothing behind.
     """
     folder = RunFolder.claim(path, resume=resume, fresh=fresh, name=name)
-    begun = False
+    started = False
     try:
         if folder.moved_to:
-            click.echo(f"what was there is now in {folder.moved_to}")
+            click.echo(f"the previous files are now in {folder.moved_to}")
         write_whole(folder.job, to_yaml(manifest).encode())
         folder.write_token()
-        with local_site(roles, folder=folder, limits=Limits(), port=port) as here:
-            begun = True
+        with local_site(roles, folder=folder, limits=Limits(), port=port) as site:
+            started = True
             view = make_view(
-                address=here.address,
+                address=site.address,
                 name=manifest.metadata.name,
                 folder=folder.path,
-                placed=lambda: here.supervisor.placed,
+                placed=lambda: site.supervisor.placed,
                 console=make_console(),
-                http_port=here.http_port,
+                http_port=site.http_port,
             )
-            who = "clients" if isinstance(manifest, TransferQueue) else "followers"
-            click.echo(f"{who} show the certificate in {here.certificate}: export {TLS_ENV}={here.certificate}")
-            outcome = _attended(here, view)
+            users = "clients" if isinstance(manifest, TransferQueue) else "followers"
+            click.echo(f"{users} need the certificate in {site.certificate}: export {TLS_ENV}={site.certificate}")
+            outcome = _run_with_view(site, view)
     finally:
-        folder.release(undo=not begun)
+        folder.release(undo=not started)
     if not view.closed:
         leave(outcome)
     if outcome.failure:
@@ -397,12 +399,12 @@ def serve_alone(
 
 
 def _check_same(file: Path, queue: TransferQueue) -> None:
-    """Refuse to go on with the ledger of a queue whose rows are kept otherwise. Raises ManifestError."""
+    """Raise ManifestError if the folder's queue cannot be continued, because a frozen field has changed."""
     before = load(file)
     if not isinstance(before, TransferQueue):
         raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Give another --output")
     for frozen in queue.spec.frozen_fields:
         old, new = getattr(before.spec, frozen.reads), getattr(queue.spec, frozen.reads)
         if old != new:
-            hint = "Keep it, or begin anew with --fresh or another --output"
+            hint = "Keep it, or start from scratch with --fresh or another --output"
             raise ManifestError(f"{frozen.reads} was {old!r}, and is {new!r}: {frozen.why}", where=str(file), hint=hint)

@@ -1,6 +1,6 @@
 """Texts of samples of a run, finished or not: ``asyncflow samples DIR``.
 
-Invariant: nothing is written, and no process of the run is asked: what the files say is shown.
+Invariant: the command only reads the files of the run: it writes nothing, and contacts no process of the run.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from asyncflow.view.console import make_console, print_json
 from asyncflow.view.samples import sample_panel
 
 _WIDTH = 120
-"""Columns where there is no terminal whose width could be asked for."""
+"""Width in columns without a terminal."""
 _NAMED = 12
-"""Most steps that an error names."""
+"""Most steps that an error lists."""
 
 
 def samples(run: Path, *, step: int | None, purpose: Purpose, order: str | None, most: int, as_json: bool) -> None:
-    """Print samples of one step, the newest where none is named. order: best, worst, or None for those drawn.
+    """Print samples of one step, by default the newest.
 
-    Raises ManifestError where there are none, AsyncFlowError where a file cannot be read.
+    order: "best" or "worst" to sort by reward, or None for the randomly drawn samples. Raises ManifestError if there
+    are none, and AsyncFlowError if a file cannot be read.
     """
     chosen = _step(run, sample_files(run), step=step, purpose=purpose)
     kept = read_step(run, purpose=purpose, step=chosen)
@@ -34,7 +35,7 @@ def samples(run: Path, *, step: int | None, purpose: Purpose, order: str | None,
     for sample in shown:
         console.print(sample_panel(sample))
     what = f"the evaluation of θ_{chosen}" if purpose == "eval" else f"step {chosen}"
-    console.print(f"{len(shown)} of the {len(kept)} samples that are kept of {what}")
+    console.print(f"{len(shown)} of the {len(kept)} kept samples of {what}")
 
 
 def _ordered(kept: list[SampleText], order: str | None) -> list[SampleText]:
@@ -46,7 +47,7 @@ def _ordered(kept: list[SampleText], order: str | None) -> list[SampleText]:
 
 
 def _step(run: Path, files: list[SampleFile], *, step: int | None, purpose: Purpose) -> int:
-    """Return the step that is meant. Raises ManifestError where nothing is kept of it."""
+    """Return the requested step, or the newest. Raises ManifestError if no samples of it are kept."""
     steps = [file.step for file in files if file.purpose == purpose]
     if steps and (step is None or step in steps):
         return steps[-1] if step is None else step
@@ -60,6 +61,6 @@ def _step(run: Path, files: list[SampleFile], *, step: int | None, purpose: Purp
     raise ManifestError(
         f"no samples are kept of any {what}",
         where=where,
-        hint=f"The run has not got so far, or its storage.samples.{field} is 0"
+        hint=f"The run has made none yet, or its storage.samples.{field} is 0"
         + (", or it has no evaluation" if purpose == "eval" else ""),
     )

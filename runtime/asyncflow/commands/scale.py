@@ -1,7 +1,7 @@
-"""``asyncflow scale DIR [ROLE=N]``: how many replicas of a role a run on this machine has, and how many it shall have.
+"""``asyncflow scale DIR [ROLE=N]``: show or set the number of replicas of a role in a run on this machine.
 
-Invariant: what is asked for is refused at once where it could not be done, and else is a level in the run's folder,
-which the supervisor follows, and the next one as well; what is printed is what the supervisor says.
+Invariants: an impossible request is refused immediately. Any other request is saved in the run's folder, where it
+applies to the current supervisor and to the following ones. The printed numbers come from the supervisor's record.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from asyncflow.plan.roles import Role
 
 _WHERE = "asyncflow scale"
 TAKEN_UP_S: Final = 2.0
-"""Seconds within which a run is to have taken up what was asked for."""
-_LOOK_S: Final = 0.1
+"""Seconds to wait until the supervisor has applied a request."""
+_POLL_S: Final = 0.1
 _NOW = {
     ProcessState.RUNNING: "run",
     ProcessState.WAITING: "start",
@@ -35,29 +35,30 @@ _NOW = {
 
 
 def scale(directory: Path, request: str | None) -> None:
-    """Write down ``request`` (``ROLE=N``, or ``ROLE=auto``; None: nothing) for the run in ``directory``, and print how
-    many are wanted and there. Raises ManifestError where no run goes on there or the request cannot be done.
+    """Save ``request`` (``ROLE=N`` or ``ROLE=auto``), if any, for the run in ``directory``; print the current numbers.
+
+    Raises ManifestError if the folder has no active run, or if the request is impossible.
     """
     if (directory / QUEUE).is_file() and not (directory / JOB).is_file():
-        hint = "asyncflow queue drain takes the rows of a unit to others"
-        raise ManifestError("it is a queue, whose number of units stays", where=str(directory), hint=hint)
+        hint = "asyncflow queue drain moves the rows of a unit to other units"
+        raise ManifestError("it is a queue, whose number of units is fixed", where=str(directory), hint=hint)
     record = record_of(directory)
     check_run(directory)
     roles: dict[str, Role] = {role.name: role for role in plan(load_job(directory / JOB)).roles}
     if request is None:
-        click.echo(_words(roles["rollout"], record))
+        click.echo(_summary(roles["rollout"], record))
         return
-    name, asked = _asked(request)
+    name, replicas = _parse(request)
     role = roles.get(name)
     if role is None or not role.elastic:
-        raise _cannot(name, roles)
-    if asked is not None:
-        _check_bounds(asked, role)
-    write_request(requests_of(directory), name, asked)
-    click.echo(_answer(directory, role, asked))
+        raise _not_scalable(name, roles)
+    if replicas is not None:
+        _check_bounds(replicas, role)
+    write_request(requests_of(directory), name, replicas)
+    click.echo(_await_summary(directory, role, replicas))
 
 
-def _asked(request: str) -> tuple[str, int | None]:
+def _parse(request: str) -> tuple[str, int | None]:
     """Return role and number, None for ``auto``. Raises ManifestError."""
     name, equals, number = request.partition("=")
     if equals and name and (number == AUTO or (number.isascii() and number.isdecimal() and len(number) < 7)):
@@ -65,8 +66,8 @@ def _asked(request: str) -> tuple[str, int | None]:
     raise ManifestError(f"{request!r} is not ROLE=NUMBER", where=_WHERE, hint="Give e.g. rollout=4, or rollout=auto")
 
 
-def _cannot(name: str, roles: dict[str, Role]) -> ManifestError:
-    """Return why the role called ``name`` cannot be scaled."""
+def _not_scalable(name: str, roles: dict[str, Role]) -> ManifestError:
+    """Return the error that says why the role ``name`` cannot be scaled."""
     if name not in roles:
         return ManifestError(f"there is no role {name!r}", where=_WHERE, hint=f"The job has {', '.join(roles)}")
     role = roles[name]
@@ -74,51 +75,52 @@ def _cannot(name: str, roles: dict[str, Role]) -> ManifestError:
         return ManifestError(_fixed(role), where=_WHERE, hint="Continue with --resume --set rollout.maxReplicas=N")
     if role.gang:
         what, hint = f"{name}: its ranks compute together", f"Continue with --resume --set {name}.replicas=N"
-        return ManifestError(f"{what}, so their number stays while it runs", where=_WHERE, hint=hint)
-    return ManifestError(f"{name}: its number stays while the job runs", where=_WHERE, hint="Scale rollout")
+        return ManifestError(f"{what}, so their number is fixed while it runs", where=_WHERE, hint=hint)
+    return ManifestError(f"{name}: its number is fixed while the job runs", where=_WHERE, hint="Scale rollout")
 
 
-def _check_bounds(asked: int, role: Role) -> None:
-    if asked < role.core:
-        what = f"{role.name}={asked} is below rollout.minReplicas, {role.core}"
+def _check_bounds(replicas: int, role: Role) -> None:
+    if replicas < role.core:
+        what = f"{role.name}={replicas} is below rollout.minReplicas, {role.core}"
         raise ManifestError(what, where=_WHERE, hint=f"Give {role.core} to {role.most}")
-    if asked > role.most:
-        what = f"{role.name}={asked} is above rollout.maxReplicas, {role.most}"
-        hint = f"Give {role.core} to {role.most}, or continue with --resume --set rollout.maxReplicas={asked}"
+    if replicas > role.most:
+        what = f"{role.name}={replicas} is above rollout.maxReplicas, {role.most}"
+        hint = f"Give {role.core} to {role.most}, or continue with --resume --set rollout.maxReplicas={replicas}"
         raise ManifestError(what, where=_WHERE, hint=hint)
 
 
-def _answer(directory: Path, role: Role, request: int | None) -> str:
-    """Return what the run makes of a request, as soon as it has taken it up, at the latest after ``TAKEN_UP_S``."""
+def _await_summary(directory: Path, role: Role, request: int | None) -> str:
+    """Return the numbers once the supervisor has applied a request, or after ``TAKEN_UP_S`` seconds."""
     deadline = time.monotonic() + TAKEN_UP_S
     while not _taken_up(record := record_of(directory), role, request):
         if time.monotonic() > deadline:
-            asked = AUTO if request is None else request
-            return f"{_words(role, record)}\n  {role.name}={asked} is noted, and not taken up after {TAKEN_UP_S:g} s"
-        time.sleep(_LOOK_S)
-    return _words(role, record)
+            wanted = AUTO if request is None else request
+            pending = f"{role.name}={wanted} is saved, but not applied after {TAKEN_UP_S:g} s"
+            return f"{_summary(role, record)}\n  {pending}"
+        time.sleep(_POLL_S)
+    return _summary(role, record)
 
 
 def _taken_up(record: Record, role: Role, request: int | None) -> bool:
-    shown = _followed(record, role)
-    return (shown.asked if shown.by == "person" else None) == request
+    scale = _current_scale(record, role)
+    return (scale.asked if scale.by == "person" else None) == request
 
 
-def _followed(record: Record, role: Role) -> Scale:
-    """Return the number that the run goes by."""
+def _current_scale(record: Record, role: Role) -> Scale:
+    """Return the wanted number that the supervisor follows."""
     usual = Scale(role=role.name, wanted=role.replicas, by="manifest", asked=role.replicas)
     return next((scale for scale in record.scales if scale.role == role.name), usual)
 
 
-def _words(role: Role, record: Record) -> str:
-    """Return how many are wanted, why, and how many there are."""
+def _summary(role: Role, record: Record) -> str:
+    """Return the wanted number, its source, and the existing replicas by state, as text."""
     states = Counter(ProcessState(placed.state) for placed in record.processes if placed.role == role.name)
-    there = ", ".join(f"{states[state]} {words}" for state, words in _NOW.items() if states[state]) or "none is there"
+    existing = ", ".join(f"{states[state]} {verb}" for state, verb in _NOW.items() if states[state]) or "none exists"
     if not role.elastic:
-        return f"{role.name}: {role.replicas}, which is fixed ({_fixed(role)}); {there}"
-    shown = _followed(record, role)
-    trouble = f"\n  {shown.problem}" if shown.problem else ""
-    return f"{role.name}: {shown.wanted} wanted of {role.core} to {role.most} ({shown.why}); {there}{trouble}"
+        return f"{role.name}: {role.replicas}, which is fixed ({_fixed(role)}); {existing}"
+    scale = _current_scale(record, role)
+    problem = f"\n  {scale.problem}" if scale.problem else ""
+    return f"{role.name}: {scale.wanted} wanted of {role.core} to {role.most} ({scale.why}); {existing}{problem}"
 
 
 def _fixed(role: Role) -> str:

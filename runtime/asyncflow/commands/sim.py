@@ -1,6 +1,6 @@
-"""Simulated runs: ``asyncflow sim FILE``, and the models that ``asyncflow sim fit DIR`` makes of a recorded one.
+"""Simulated runs: ``asyncflow sim FILE``; and models fitted to a recorded run: ``asyncflow sim fit DIR``.
 
-Invariant: nothing of the job is started; what is printed is a function of the manifest, the models and the seed.
+Invariant: no process of the job is started; the figures are a function of the manifest, the models and the seed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncflow.timeline.tracks import Timeline
 from asyncflow.view.console import make_console, make_table, print_json
 
 MODELS = "models.json"
-"""File of a run's folder with the models that were fitted to it."""
+"""File name, in a run's folder, of the models that were fitted to the run."""
 
 
 def sim(
@@ -46,17 +46,18 @@ def sim(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Print what a run of a manifest would be. seed: None for ``algorithm.seed``; output: folder for its timeline.
+    """Print the figures of a simulated run of a manifest.
 
-    Raises ManifestError where it is not known how long something takes.
+    seed: None for ``algorithm.seed``; models: file of models; colocated: seconds to switch to training and back, if the
+    same devices generate and train; output: folder for the timeline. Raises ManifestError if a duration is unknown.
     """
     job = runnable_job(file, overrides)
     check_options(job, source=str(file))
-    turns = None if colocated is None else Colocation(to_train_s=colocated[0], to_generate_s=colocated[1])
-    scenario = scenario_of(job, models=None if models is None else Models.read(models), colocated=turns)
-    began = time.process_time()
+    colocation = None if colocated is None else Colocation(to_train_s=colocated[0], to_generate_s=colocated[1])
+    scenario = scenario_of(job, models=None if models is None else Models.read(models), colocated=colocation)
+    started = time.process_time()
     made = simulate(scenario, seed=job.spec.algorithm.seed if seed is None else seed)
-    took_s = time.process_time() - began
+    took_s = time.process_time() - started
     if as_json:
         print_json(_figures(made))
         return
@@ -67,7 +68,7 @@ def sim(
     click.echo(f"{title}, simulated in {took_s:.2g} s")
     console = make_console()
     console.print(_steps(made))
-    console.print(_spent(shares(timeline)))
+    console.print(_shares_table(shares(timeline)))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_pictures(output, timeline, title=title)
@@ -75,9 +76,9 @@ def sim(
 
 
 def fit(directory: Path, *, output: Path | None) -> None:
-    """Write the models of a recorded run, and print how well a run that is simulated with them agrees with it.
+    """Write models fitted to a recorded run, and print the errors of a simulation with these models.
 
-    Raises ManifestError where too little is recorded.
+    Raises ManifestError if too little is recorded.
     """
     check_run(directory)
     job = load_job(directory / JOB)
@@ -87,16 +88,16 @@ def fit(directory: Path, *, output: Path | None) -> None:
     models.write(file)
     numbers = ("recorded", "simulated", "error")
     table = make_table("mean of a step", *numbers, right=numbers)
-    real, counted = recorded.steps[WITHOUT:], made.steps[WITHOUT:] or made.steps
+    real, simulated = recorded.steps[WITHOUT:], made.steps[WITHOUT:] or made.steps
     for name in ("wall_s", "wait_s", "compute_s", "response_tokens", "staleness_start_mean"):
-        one, other = fmean(step[name] for step in real), fmean(getattr(step, name) for step in counted)
+        one, other = fmean(step[name] for step in real), fmean(getattr(step, name) for step in simulated)
         table.add_row(name, f"{one:.4g}", f"{other:.4g}", f"{other / one - 1:+.1%}" if one else "")
     make_console().print(table)
     click.echo(f"{file}: the models; asyncflow sim FILE --models {file}")
 
 
 def _recorded(directory: Path, *, rollouts: int) -> Recorded:
-    """Read what a run left. Raises ManifestError where it has not ended, AsyncFlowError where a file cannot be read."""
+    """Read the files of a run. Raises ManifestError if it has not ended, AsyncFlowError if a file cannot be read."""
     try:
         lines = [msgspec.json.decode(line) for line in (directory / METRICS).read_bytes().splitlines()]
         summary = msgspec.json.decode((directory / SUMMARY).read_bytes())
@@ -121,9 +122,9 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
 
 
 def _generating_s(timeline: Timeline, *, until: float) -> float:
-    """Return the seconds in which rollouts generated for training, until a time.
+    """Return the seconds that rollouts spent on generation for training, up to the time ``until``.
 
-    Where the beginning of the timeline is lost, what is there stands for it.
+    If the beginning of the timeline is lost, it is extrapolated from the rest.
     """
     dispatched = timeline.first(FIRST_DISPATCH)
     first = timeline.begin if dispatched is None else dispatched
@@ -163,14 +164,14 @@ def _steps(made: Simulated) -> Table:
     return table
 
 
-def _spent(found: Mapping[str, Shares]) -> Table:
-    """Return what the processes of each role did, and why they were idle, as shares of their time."""
+def _shares_table(found: Mapping[str, Shares]) -> Table:
+    """Return a table of activities and causes of idleness of each role's processes, as shares of their time."""
     table = make_table("role", "idle", "what it did", "because of", right=("idle",))
     for role in ("trainer", "rollout"):
-        mine = [share for share in found.values() if share.role == role]
-        total = sum(share.seconds for share in mine)
+        selected = [share for share in found.values() if share.role == role]
+        total = sum(share.seconds for share in selected)
         kinds, causes = Counter[str](), Counter[str]()
-        for share in mine:
+        for share in selected:
             kinds.update(share.kinds)
             causes.update(share.idle)
         if total > 0:

@@ -1,4 +1,4 @@
-"""Feeding of sinks: ``asyncflow sinks DIR``, which the driver runs too, once for each sink, while a job lasts."""
+"""Feeding of sinks: ``asyncflow sinks DIR``, which the driver also runs during a job, once for each sink."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncflow.telemetry.sinks.feed import feed
 
 
 def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
-    """Write to the sinks of a job, or to one of them, what they lack of the figures of the run in this folder.
+    """Write the missing figures of the run in this folder to the sinks of its job, or to one of them.
 
-    Raises ManifestError where there is no such sink, AsyncFlowError where one fails.
+    Raises ManifestError if there is no such sink, and AsyncFlowError if a sink fails.
     """
     if job is None:
         check_run(run)
@@ -34,6 +34,6 @@ def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> Non
         except AsyncFlowError:
             raise
         except Exception as error:
-            words = " ".join(str(error).split()) or "no words"
-            raise AsyncFlowError(f"{type(error).__name__}: {words}", where=f"sink {sink.kind}") from error
+            message = " ".join(str(error).split()) or "no message"
+            raise AsyncFlowError(f"{type(error).__name__}: {message}", where=f"sink {sink.kind}") from error
         click.echo(f"{sink.kind}: {written} lines written")

@@ -1,6 +1,7 @@
 """The timeline of a run, finished or not: ``asyncflow timeline DIR``.
 
-Invariant: no process of the run is asked, and nothing of the run is changed: its files of spans say everything.
+Invariant: the command reads only the span files of the run; it contacts no process of the run and changes none of its
+files.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ TRACE, PAGE = "timeline.json", "timeline.html"
 def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
     """Write the trace and the chart of a run into ``output``, by default its own folder, and print its shares.
 
-    training: count these from the first prompt on; as_json: print them as JSON, and write nothing. Raises ManifestError
-    where nothing was recorded.
+    training: whether to compute shares from the first prompt on; as_json: whether to print them as JSON and write no
+    files. Raises ManifestError if nothing was recorded.
     """
     found = attribute(read_timeline(run))
     spent = shares(found, begin=found.first(FIRST_DISPATCH) if training else None)

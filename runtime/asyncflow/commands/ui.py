@@ -1,7 +1,7 @@
 """The page of a run: ``asyncflow ui DIR`` serves it on this machine, or writes it into one file.
 
-Invariants: nothing is written but the file of ``--export``; the page is served on loopback only, and to who has the key
-that is part of the printed address: another user of this machine may reach the port, and gets nothing of the run.
+Invariants: only the file of ``--export`` is written. The page is served on loopback only, and requires the key in the
+printed address: another user of this machine may reach the port, but receives no data of the run.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from asyncflow.view.page.texts import samples
 
 LOOPBACK: Final = "127.0.0.1"
 _MOST_STEPS: Final = 40
-"""Steps, and evaluations, of which a file has samples."""
+"""Most steps, and most evaluations, whose samples are exported into a file."""
 
 
 def serve(run: Path, *, port: int) -> None:
-    """Serve the page until Ctrl-C. Raises ManifestError where there is no run, Refused where the port is taken."""
+    """Serve the page until Ctrl-C. Raises ManifestError if there is no run, and Refused if the port is taken."""
     check_run(run, JOB, METRICS, EVENTS)
     asyncio.run(_serve(run, port=port))
 
 
 def export(run: Path, file: Path, *, texts: bool) -> None:
-    """Write the page with the run in it. texts: with samples. Raises ManifestError where that cannot be done."""
+    """Write the page and the run into a file. texts: whether to include texts of samples.
+
+    Raises ManifestError if there is no run or the file cannot be written.
+    """
     check_run(run, JOB, METRICS, EVENTS)
     steps = {purpose: _spread(steps) for purpose, steps in kept(run).items()}
-    said = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
-    answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **said}, TIMELINE: _whole_timeline(run)}
+    extra = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
+    answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **extra}, TIMELINE: _whole_timeline(run)}
     for purpose, chosen in steps.items():
         for step in chosen:
             answers[f"{SAMPLES}/{purpose}/{step}"] = samples(run, purpose=purpose, step=step, texts=texts)
@@ -67,8 +70,8 @@ async def _serve(run: Path, *, port: int) -> None:
     jobs, timelines = _Jobs(run), Timelines(run)
 
     async def status() -> DriverStatus | None:
-        where = _driver(run)
-        return await asyncio.to_thread(ask, where, DriverStatus) if where else None
+        driver_port = _driver_port(run)
+        return await asyncio.to_thread(ask, driver_port, DriverStatus) if driver_port else None
 
     routes = page_routes(run, job=jobs.facts, status=status, timelines=timelines, texts=True, key=key)
     server = HttpServer(routes)
@@ -76,9 +79,9 @@ async def _serve(run: Path, *, port: int) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    click.echo(f"{run}: open {url}/#key={key}\nCtrl-C ends it")
+    click.echo(f"{run}: open {url}/#key={key}\nPress Ctrl-C to end")
     try:
-        for _ in ("spans", "causes"):  # what takes longest is read while the person opens the address
+        for _ in ("spans", "causes"):  # the slowest answers are prepared while the user opens the address
             await asyncio.to_thread(timelines.shown)
         await ended.wait()
     finally:
@@ -86,7 +89,7 @@ async def _serve(run: Path, *, port: int) -> None:
 
 
 class _Jobs:
-    """Facts of the job of a run, read again when its manifest has changed."""
+    """Facts about a run's job, which are read again when its manifest has changed."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -110,8 +113,8 @@ def _facts(run: Path) -> dict[str, Any]:
         return {"name": run.resolve().name}
 
 
-def _driver(run: Path) -> int:
-    """Return the port of the run's driver on this machine, 0 where the record of processes tells of none."""
+def _driver_port(run: Path) -> int:
+    """Return the port of the run's driver on this machine, 0 if the record of processes has none."""
     try:
         record = load_record(run)
         return 0 if record is None else int(record.http.rpartition(":")[2])
@@ -120,7 +123,7 @@ def _driver(run: Path) -> int:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return at most ``_MOST_STEPS`` of ``steps``, evenly spread, the first and the last among them."""
+    """Return at most ``_MOST_STEPS`` of ``steps``, evenly spread, including the first and the last."""
     if len(steps) <= _MOST_STEPS:
         return steps
     return [steps[round(i * (len(steps) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
