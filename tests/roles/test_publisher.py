@@ -107,7 +107,7 @@ async def test_each_newer_model_of_a_watched_folder_reaches_its_followers(tmp_pa
             write(folder / "step-20", 2.0)
             assert await taken(versions) == (Version(0, 20), 2.0)
             write(folder / "step-30", 3.0, rows=5)
-            await published.until_waits("step-30 has other tensors than the version before")
+            await published.until_waits("step-30 has other tensors than the previous version")
             write(folder / "step-40", 2.0)
             write(folder / "step-50", 5.0)
             assert await taken(versions) == (Version(0, 50), 5.0)

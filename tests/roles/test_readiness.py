@@ -78,7 +78,7 @@ async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
 
     async with serving(storage.serve, context("storage", at, tmp_path)):
         unit = await url_of("storage")
-        assert await answer(unit) == (503, "the controller has not taken it in yet")
+        assert await answer(unit) == (503, "the controller has not registered it yet")
         async with serving(controller.serve, context("controller", at, tmp_path)):
             await becomes_ready(await url_of("controller"))
             await becomes_ready(unit)

@@ -1,1 +1,4 @@
-"""The roles: one file each, wiring only. Nothing imports them but the command line, lazily."""
+"""The roles: one module each, which only connects the components of a process.
+
+Except for shared helpers, these modules are imported only by the command line, when a role runs.
+"""

@@ -1,6 +1,7 @@
-"""The trainer's back end of a job: what it is told, and its weights as a Hugging Face folder.
+"""The trainer's back end of a job: its settings, and the export of its weights as a Hugging Face folder.
 
-Two use it: the trainer's role, and ``asyncflow model export``, which opens the same back end for a checkpoint.
+The roles that compute with a model use this module, and ``asyncflow model export``, which opens the back end for a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from asyncflow.training.ranks import SingleProcess, gather_bytes, jointly
 from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 
 EXPORT, EXPORT_BEST = "export", "export-best"
-"""Folders of a run with its last and its best weights."""
+"""Names of the folders of a run with its last and its best weights."""
 
 
 def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
-    """Import the backend: seconds in which no heartbeat leaves, so before there is any.
+    """Import the back end. The import blocks heartbeats for seconds, so it must precede the first one.
 
-    On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
+    On an NPU, torch_npu is loaded first: transformers imports it, too, but would hide the reason of a failed import.
     """
     if device == "npu":
         import_module("asyncflow.models.device").load_npu()
@@ -44,7 +45,7 @@ def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
 
 
 def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> BackendSettings:
-    """Return what the backend of a rank that others reach at ``host`` has to know of the job."""
+    """Return the settings of the job for the back end of a rank. host: address at which other ranks reach this one."""
     algorithm, backend, chosen = spec.algorithm, spec.trainer.backend, algorithm_of(spec)
     optimizer = OptimizerSettings(
         learning_rate=algorithm.learning_rate,
@@ -108,12 +109,12 @@ def _correction(spec: CorrectionSpec | None) -> Correction | None:
 def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) -> int:
     """Write the weights of a checkpoint in the folder ``run`` as a Hugging Face folder; return its step.
 
-    step: ``newest``, ``best``, or a number; 0 is the model that the run began with. All is done on the CPU, by one
-    rank. Raises ManifestError where there is no such checkpoint, ``target`` exists, or the back end trains no model,
-    CheckpointError where it is damaged.
+    step: ``newest``, ``best``, or a number; 0 is the initial model of the run. The export runs on the CPU, in one rank.
+    Raises ManifestError if there is no such checkpoint, ``target`` exists, or the back end trains no model, and
+    CheckpointError if the checkpoint is damaged.
     """
     if target.exists():
-        raise ManifestError("is there already", where=str(target), hint="Give a folder that does not exist")
+        raise ManifestError("exists already", where=str(target), hint="Give a folder that does not exist")
     kind = kind_of_backend(spec, device="cpu")
     checkpoints = Checkpoints(run / "checkpoints")
     chosen, checkpoint = find_checkpoint(checkpoints, step)
@@ -148,13 +149,14 @@ def export_best(
 ) -> int | None:
     """Write the weights of the best checkpoint as ``export_weights`` does, and return its step; collective.
 
-    best: its step as rank 0 knows it, None on a rank that was told to end; last: the step of what the backend holds.
-    None, and nothing is written, where the best is what is exported already, or the model that the run began with.
+    best: step of the best checkpoint (rank 0's value counts), None on a rank that is to end; last: step of the weights
+    that the back end holds. Returns None, and writes nothing, if any rank is to end, or if the best weights are those
+    of ``last``, which are exported already, or of the initial model.
     """
     group = backend.group
-    told = [msgspec.json.decode(one) for one in gather_bytes(group, msgspec.json.encode(best), what="the best step")]
-    step: int | None = told[0]
-    if step is None or None in told or step in (0, last):
+    steps = [msgspec.json.decode(one) for one in gather_bytes(group, msgspec.json.encode(best), what="the best step")]
+    step: int | None = steps[0]
+    if step is None or None in steps or step in (0, last):
         return None
     checkpoint = None
     with jointly(group, what="reading the best checkpoint"):
@@ -169,14 +171,14 @@ def export_best(
 
 
 def export_weights(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run: Path, target: Path) -> None:
-    """Write the trained weights of all ranks, by rank 0: a model, or adapters with the name of their model; collective.
+    """Write the trained weights of all ranks, from rank 0: a model, or adapters and their model's name; collective.
 
     run: the role's folder, from which the model's source is resolved; model: the model's folder.
     """
-    first, held = backend.group.rank == 0, dict(backend.tensors(dtype=backend.settings.weights))
-    whole = backend.whole(held)
-    weights = {name: array for name, array in whole if first}
-    if not first:
+    is_writer, local = backend.group.rank == 0, dict(backend.tensors(dtype=backend.settings.weights))
+    whole = backend.whole(local)
+    weights = {name: array for name, array in whole if is_writer}
+    if not is_writer:
         return
     if spec.trainer.lora is None:
         export_folder(weights, model, target)

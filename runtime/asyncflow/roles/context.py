@@ -1,19 +1,24 @@
-"""Execution of a role from its command line to its exit status, and the context that it runs in.
+"""Execution of a role from its command line to its exit status, and the context in which it runs.
 
-A role is an async function that is given a ``ProcessContext``: its place in a job, or in a queue that stands alone. It
-ends when the driver says stop or drain, on SIGTERM or SIGINT, or when it was replaced by a newer incarnation.
+A role is an async function that takes a ``ProcessContext``: its identity and settings in a job, in a standalone queue,
+or for a published model. It ends when the driver tells it to stop or drain, on SIGTERM or SIGINT, or when a newer
+incarnation has replaced it.
 
-What each is ready for, so that roles can be started one after another (``plan.roles.Role.after``): the driver to
-register others, the controller to serve, a storage unit to hold samples, the trainer's ranks to train (the gang has
-met, its first weights are published), a rollout to generate (its first weights are loaded). Nobody's readiness waits
-for a role that starts after it.
+Roles can be started one after another (``plan.roles.Role.after``). A process is ready when it can do its work: the
+driver can register members, a controller can serve, a storage unit can hold samples, the trainer's ranks have formed
+their group and published the first weights, and a rollout has loaded its first weights. The readiness of a role never
+depends on a role that starts after it.
 
-Invariants: the address that a process tells others is ``host``, never "all interfaces"; ``/readyz`` says no until the
-process is registered; contexts of a job, of a queue that stands alone and of a model that is published differ in what
-the manifest says, and in nothing else; a role's exit status says how it ended (0: done, or told to by the driver; 1: an
-error that a restart may mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended
-by signal n), and an error is logged with its words; the event loop of a role never computes, so that heartbeats go on;
-a role may open as many files and sockets as the hard limit of its process allows.
+Invariants:
+
+* The address that a process reports to other processes is ``host``, never "all interfaces".
+* ``/readyz`` answers 503 until the process is registered.
+* The contexts of a job, of a standalone queue and of a published model differ only in values from the manifest.
+* The exit status of a role says how it ended. 0: it finished, or the driver stopped it; 1: an error that a restart may
+  resolve; 2: an error that a restart cannot resolve; 3: its work was lost because another process ended; 128 + n: ended
+  by signal n. The message of an error is logged.
+* The event loop of a role never computes, so heartbeats continue.
+* A role may open as many files and sockets as the hard limit of its process allows.
 """
 
 from __future__ import annotations
@@ -70,26 +75,27 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _BEAT_S = 0.5
-_SELDOM = (20_000, 20, 100)
-"""Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
+_RARE_GC = (20_000, 20, 100)
+"""Thresholds of the garbage collector's generations (``gc.set_threshold``) that make collections rare."""
 BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
-"""Errors that the same process would meet again, unless a disk that fails now has caused them."""
-_PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
+"""Errors that a restart cannot resolve, unless they are caused by a temporary failure of the disk."""
+_TEMPORARY = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
 
 
 class _EndedBeforeJoining(Exception):
-    """This process was told to end, and has nothing to hand on yet."""
+    """This process is to end before it is registered, so it has no work to hand on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
     """The command line of a role.
 
-    job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
-    0 is any, as are control_port, of the driver's control service, and serve_port, of a follower's inference service;
-    sync: the WeightSync by which a follower follows a job, None for none;
-    http_socket: descriptor of a bound socket to serve HTTP at instead; local_rank: which rank of its replica this
-    process is, None for a replica itself, which is its only rank or starts several.
+    job: file of the manifest; driver: address to which all processes connect (the first role listens there);
+    http_port: port of the HTTP service, 0 for any; control_port: port of the driver's control service, 0 for any;
+    http_socket: descriptor of a bound socket for the HTTP service, instead of ``http_port``; serve_port: port of a
+    follower's inference service, 0 for any; sync: file of the WeightSync of a job's follower, None for none;
+    local_rank: index of this rank in its replica; None for the process of a replica, which is its only rank or starts
+    several.
     """
 
     role: str
@@ -108,15 +114,16 @@ class RoleOptions:
 
 @dataclass(kw_only=True)
 class ProcessContext:
-    """One process and its place among the others.
+    """One process and its settings.
 
-    host: the address that it serves on and that others dial; stopping: set when the process is to end; draining: set
-    when it shall first give back what it has; signal: which signal ends it, 0 for none; spans: records what it does.
+    host: address at which it serves and to which other processes connect; worker: unique name of this incarnation;
+    stopping: set when the process is to end; draining: set when it is to hand on its work first; signal: number of the
+    signal that ends it, 0 for none; spans: recorder of its activities.
 
-    By the manifest: access decides who may call what of the servers of this process; owner: name of the job or queue,
-    which nothing else in the cluster has (on one machine, its own name); queue, ledger: specifications of the queue and
-    of its ledger, where there is one; weights: how versions travel, where there are some; start_s: seconds that this
-    process may take to become ready.
+    Values from the manifest: access: the callers that each method of this process's servers allows; owner: name of the
+    job or queue, unique in the cluster (on one machine, its metadata.name); queue, ledger: specifications of the queue
+    and of its ledger, if there is one; weights: transfer of versions, if there are any; start_s: seconds in which this
+    process must become ready.
     """
 
     options: RoleOptions
@@ -140,17 +147,17 @@ class ProcessContext:
 
     @property
     def bind(self) -> str:
-        """Address at which an RPC server of this process listens: any port of the host."""
+        """Address for an RPC server of this process to listen at: any port of the host."""
         return f"tcp://{self.host}:*"
 
     @property
     def launches(self) -> bool:
-        """Return whether this process only starts others, which do the work."""
+        """Return whether this process only starts other processes, which do the work."""
         return False
 
     @contextlib.asynccontextmanager
     async def recording(self, *, age_s: float = 0.0) -> AsyncIterator[None]:
-        """Record what this process does in its folder, as one that began ``age_s`` seconds ago."""
+        """Record the spans of this process, which started ``age_s`` seconds ago, in the run's folder."""
         options = self.options
         if self.launches:
             yield
@@ -171,7 +178,7 @@ class ProcessContext:
             self.spans.close()
 
     def _beat(self, ended: threading.Event) -> None:
-        """Show that this process is there, also while its event loop is held up by an import."""
+        """Record that this process is alive, also while an import blocks its event loop."""
         while not ended.wait(_BEAT_S):
             self.spans.pulse()
 
@@ -182,16 +189,17 @@ class ProcessContext:
 
     @property
     def store_password(self) -> str:
-        """The password of the queue's store, "" for none: that of one that others run, else of the job's own.
+        """The password of the queue's store, "" for none.
 
-        Raises ManifestError where that file cannot be read.
+        The password of an external store is read from a file, that of the job's own store from the credentials. Raises
+        ManifestError if the file cannot be read.
         """
         if self.queue.store is None:
             return self.credentials.secret(STORE_SECRET) if self.credentials is not None else ""
         return _password_of_file() if self.queue.store.password is not None else ""
 
     def http(self, metrics: RoleMetrics, *, ready: Ready = ready, routes: Iterable[web.RouteDef] = ()) -> HttpServer:
-        """Return the HTTP server of this role, not yet started. routes: those that not every role has."""
+        """Return the HTTP server of this role, not yet started. routes: routes in addition to the common ones."""
         metrics.insecure.set(self.insecure)
 
         async def certificate() -> None:
@@ -213,11 +221,12 @@ class ProcessContext:
         routes: Iterable[web.RouteDef] = (),
         directory: str = "",
     ) -> Membership:
-        """Serve metrics, register with the directory, and obey its directives from now on.
+        """Serve metrics, register with the directory, and follow its directives from now on.
 
-        ready: asked by ``/readyz``, which says no until this process is registered; routes: further ones of this
-        role; directory: its address, by default the one that all dial. A process that is told to end before it is
-        registered ends.
+        address: address of this process's RPC server, if any; status: returns the status for heartbeats; ready: called
+        by ``/readyz`` once this process is registered; routes: further HTTP routes of this role; directory: address of
+        the directory, by default the address to which all processes connect. If this process is to end before it is
+        registered, the role ends with exit status 0, or that of the signal.
         """
         registered = False
 
@@ -225,8 +234,8 @@ class ProcessContext:
             return ready() if registered else (False, "the driver has not registered it yet")
 
         http = self.http(metrics, ready=readiness, routes=routes)
-        given = self.options.http_socket
-        bound = socket.socket(fileno=given) if given is not None else None
+        descriptor = self.options.http_socket
+        bound = socket.socket(fileno=descriptor) if descriptor is not None else None
         url = await http.start(self.host, self.options.http_port, bound=bound)
         member = Member(
             role=self.options.role,
@@ -250,7 +259,7 @@ class ProcessContext:
         return membership
 
     def transport(self, accelerator: AcceleratorSpec) -> Transport:
-        """Open the transport of weights of this worker, which has devices of ``accelerator``."""
+        """Open the weight transport of this worker. accelerator: devices of this worker."""
         weights, profile = self.weights, PROFILES[accelerator.profile]
         device = profile.device if profile.device == "cpu" else f"{profile.device}:{self.options.local_rank or 0}"
         return open_transport(
@@ -266,10 +275,10 @@ class ProcessContext:
         )
 
     async def unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Do ``work``; return False where it was cancelled because this process is to end. Raises what it raises."""
-        working, told = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
-        await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        """Run ``work``; return False if it was cancelled because this process is to end. Its exceptions propagate."""
+        working, stopped = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         if working.done():
             working.result()
             return True
@@ -278,7 +287,7 @@ class ProcessContext:
         return False
 
     async def call_when_told(self, leave: Callable[[], None]) -> None:
-        """Call ``leave`` as soon as this process is to end, or first to give back what it has."""
+        """Call ``leave`` as soon as this process is to drain or to end."""
         waits = [asyncio.create_task(event.wait()) for event in (self.stopping, self.draining)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         leave()
@@ -292,7 +301,7 @@ class ProcessContext:
 
 @dataclass(kw_only=True)
 class JobContext(ProcessContext):
-    """Context of a process of a job, whose driver all dial; the ranks of a trainer's replica share a certificate."""
+    """Context of a process of a job; the ranks of a trainer's replica share a certificate."""
 
     job: RLJob
 
@@ -305,7 +314,7 @@ class JobContext(ProcessContext):
 
     @property
     def folder(self) -> Path:
-        """The folder where the job's relative paths and modules begin."""
+        """The base folder of the job's relative paths and modules."""
         return self.job.folder(self.options.job.parent)
 
     @property
@@ -315,9 +324,10 @@ class JobContext(ProcessContext):
         return several and self.options.local_rank is None
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
-        """Return the service by which a supervisor or a person directs this process, not yet started.
+        """Return the control service of this process, for operators and users, not yet started.
 
-        None without a certificate: then nobody could know who directs it. refused: see ``Guard``.
+        Returns None if this process has no certificate, since callers could then not be authenticated. refused: see
+        ``Guard``.
         """
         if self.credentials is None:
             return None
@@ -328,9 +338,9 @@ class JobContext(ProcessContext):
 
 @dataclass(kw_only=True)
 class QueueContext(ProcessContext):
-    """Context of a process of a queue that stands alone, whose controller all dial.
+    """Context of a process of a standalone queue; all processes connect to its first controller.
 
-    This user's other processes on this host are its clients.
+    Other processes of the same user on this host are clients of the queue.
     """
 
     resource: TransferQueue
@@ -345,9 +355,9 @@ class QueueContext(ProcessContext):
 
 @dataclass(kw_only=True)
 class SyncContext(ProcessContext):
-    """Context of a process of a WeightSync whose model is published, or of one that follows it.
+    """Context of a process that publishes the model of a WeightSync, or that follows it.
 
-    Raises ManifestError where it publishes none.
+    Raises ManifestError if the WeightSync has no model of its own to publish.
     """
 
     resource: WeightSync
@@ -358,12 +368,12 @@ class SyncContext(ProcessContext):
         self.owner = self.resource.metadata.uid or self.resource.metadata.name
         self.weights, self.start_s = self.resource.spec, LimitsSpec().start_seconds
         if self.resource.spec.publishes is None:
-            what, hint = "it publishes no model by itself", "Give spec.source.model"
+            what, hint = "it has no model of its own to publish", "Give spec.source.model"
             raise ManifestError(what, where=f"WeightSync {self.resource.metadata.name}", hint=hint)
 
     @property
     def source(self) -> WeightSourceSpec:
-        """The model, and whether others will be published."""
+        """The source of the model."""
         assert self.resource.spec.source is not None
         return self.resource.spec.source
 
@@ -376,10 +386,10 @@ def run_role(
     published: Callable[[SyncContext], Awaitable[None]] | None = None,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> int:
-    """Run a role to its end and return its exit status, which may be what ``serve`` returns.
+    """Run a role to its end, and return its exit status, or the status that the role's function returned.
 
-    serve: in a job; alone: in a queue that stands alone; published: for a model that no job trains; None for what has
-    no such role; new_loop: makes the event loop.
+    serve: function of the role in a job; alone: function in a standalone queue; published: function for a model that no
+    job trains; each is None if that kind of manifest has no such role; new_loop: creates the event loop.
     """
     setup_logging(options.role, options.index)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -395,7 +405,7 @@ def run_role(
             manifest = load(options.job)
             status = runner.run(_run(*serving[type(manifest)], options, manifest))
     except* AsyncFlowError as group:
-        errors = list(_leaves(group))
+        errors = list(_flatten(group))
         for error in errors:
             log.error("%s", error)
         status = _status(errors)
@@ -404,7 +414,7 @@ def run_role(
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause the garbage collector while much is read or made that is no garbage, and exempt that from then on."""
+    """Pause garbage collection while many long-lived objects are created, and exempt them from later collections."""
     gc.collect()
     gc.disable()
     try:
@@ -415,18 +425,18 @@ def paused_gc() -> Iterator[None]:
 
 
 def freeze_gc() -> None:
-    """Exempt what is there now from garbage collection, and collect the rest seldom.
+    """Exempt all existing objects from garbage collection, and collect later ones rarely.
 
-    For a role that holds very many small things which refer to one another in no circle: counting lets go of them, and
-    to go through them again and again would find nothing.
+    This is for roles with very many small objects without reference cycles: reference counting frees these objects, and
+    scanning them would find nothing.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_SELDOM)
+    gc.set_threshold(*_RARE_GC)
 
 
 def _status(errors: Sequence[AsyncFlowError]) -> int:
-    """Return the exit status of a role that ended because of ``errors``."""
+    """Return the exit status of a role that ended with ``errors``."""
     if any(map(_is_final, errors)):
         return REFUSED
     return DISRUPTED if any(isinstance(error, RowsLost) for error in errors) else 1
@@ -438,12 +448,12 @@ async def _run(
     options: RoleOptions,
     manifest: Manifest,
 ) -> int:
-    """Run ``serve`` in a context of ``kind``. Raises ManifestError where there is no such role."""
+    """Run ``serve`` in a context of ``kind``. Raises ManifestError if the kind of manifest has no such role."""
     if serve is None:
         where, hint = str(options.job), "Give a manifest of another kind, such as an RLJob"
         raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
-    host, given = os.environ.get(HOST_ENV, LOOPBACK), "job" if isinstance(manifest, RLJob) else "resource"
-    context = kind(options=options, credentials=Credentials.of_environment(), host=host, **{given: manifest})
+    host, name = os.environ.get(HOST_ENV, LOOPBACK), "job" if isinstance(manifest, RLJob) else "resource"
+    context = kind(options=options, credentials=Credentials.of_environment(), host=host, **{name: manifest})
     return await _serve(context, serve(context))
 
 
@@ -462,7 +472,7 @@ async def _serve(context: ProcessContext, serving: Awaitable[int | None]) -> int
 
 
 def _end(context: ProcessContext, number: int) -> None:
-    log.info("told to end by %s", signal.Signals(number).name)
+    log.info("ending because of %s", signal.Signals(number).name)
     context.signal = number
     context.draining.set()
     context.stopping.set()
@@ -470,13 +480,13 @@ def _end(context: ProcessContext, number: int) -> None:
 
 def _is_final(error: AsyncFlowError) -> bool:
     cause = error.__cause__
-    return isinstance(error, BEYOND_REPAIR) and not (isinstance(cause, OSError) and cause.errno in _PASSING)
+    return isinstance(error, BEYOND_REPAIR) and not (isinstance(cause, OSError) and cause.errno in _TEMPORARY)
 
 
-def _leaves(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowError]:
+def _flatten(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowError]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
+            yield from _flatten(error)
         else:
             yield error
 

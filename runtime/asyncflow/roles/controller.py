@@ -1,10 +1,10 @@
-"""The queue's controllers, each with its ledger: the first has all rows, further ones have tasks.
+"""The queue's controllers, each with its own ledger: the first owns all rows, the others own tasks.
 
-In a job the first declares the job's tasks, and all join the driver's directory. In a queue that stands alone the
-tasks are declared by clients, and the directory is served by the first, at the one address that all dial; the
-controllers are members of it like any other.
+In a job the first controller declares the job's tasks, and all controllers join the driver's directory. In a standalone
+queue clients declare the tasks, and the first controller serves the directory, at the address to which all processes
+connect; the controllers are ordinary members of it.
 
-Invariant: what a member of such a queue held when it went is given to others at once.
+Invariant: when a member leaves a standalone queue, its leases expire immediately, so other consumers get the rows.
 """
 
 from __future__ import annotations
@@ -46,32 +46,35 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
+    """Serve a job until this process is to stop. Raises RoleFailed if the ledger can no longer be written."""
     await _serve_member(context, () if context.options.index else tasks_of(context.job.spec))
 
 
 async def _serve_member(context: ProcessContext, tasks: Sequence[TaskSpec] = ()) -> None:
-    """Serve as a member of a directory elsewhere."""
-    others = _Others()
-    controller, metrics = _controller(context, others), ControllerMetrics()
+    """Serve as a member of a directory in another process."""
+    peers = _Peers()
+    controller, metrics = _controller(context, peers), ControllerMetrics()
     with paused_gc():
         address = await controller.start()
     controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await context.join(
+    membership = peers.membership = await context.join(
         metrics=metrics, address=address, ready=controller.handlers.ready
     )
-    await _until_told(context, controller, metrics)
+    await _wait_for_end(context, controller, metrics)
     await _close(membership, controller)
 
 
 async def serve_alone(context: QueueContext) -> None:
-    """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
+    """Serve all members of a standalone queue until this process is to stop.
+
+    Raises RoleFailed if the ledger can no longer be written.
+    """
     if context.options.index:
         await _serve_member(context)
         return
-    others = _Others()
+    peers = _Peers()
     front = RpcServer(
         name="directory",
         bind=context.options.driver,
@@ -79,40 +82,40 @@ async def serve_alone(context: QueueContext) -> None:
         access=context.access,
         advertise=context.host,
     )
-    controller, directory, metrics = _controller(context, others), Directory(), ControllerMetrics()
+    controller, directory, metrics = _controller(context, peers), Directory(), ControllerMetrics()
     directory.attach(front)
 
-    def gone(member: Member, _reason: str) -> None:
+    def expire_leases(member: Member, _reason: str) -> None:
         controller.handlers.expire(member.incarnation)
 
-    directory.on_leave.append(gone)
+    directory.on_leave.append(expire_leases)
     with paused_gc():
         address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await context.join(
+    membership = peers.membership = await context.join(
         metrics=metrics,
         address=address,
         directory=await front.start(),
         routes=[_status_route(context, controller, directory)],
     )
-    await _until_told(context, controller, metrics)
+    await _wait_for_end(context, controller, metrics)
     await directory.close()
     await _close(membership, controller)
     await front.close()
 
 
 @dataclass
-class _Others:
-    """Addresses of the other controllers. membership: None until this one is a member."""
+class _Peers:
+    """Addresses of the other controllers. membership: None until this controller has joined the directory."""
 
     membership: Membership | None = None
 
     def address(self, index: int) -> str | None:
-        """Return the address of a controller."""
+        """Return the address of a controller, None if unknown."""
         return self.membership.address("controller", index) if self.membership is not None else None
 
 
-def _controller(context: ProcessContext, others: _Others) -> Controller:
+def _controller(context: ProcessContext, peers: _Peers) -> Controller:
     index = context.options.index
     return Controller(
         ledger_dir=replica_ledger(context.options.workdir / "ledger", index),
@@ -123,12 +126,12 @@ def _controller(context: ProcessContext, others: _Others) -> Controller:
         access=context.access,
         index=index,
         controllers=context.queue.controllers,
-        address=others.address,
+        address=peers.address,
         units=context.queue.storage_units,
     )
 
 
-async def _until_told(context: ProcessContext, controller: Controller, metrics: ControllerMetrics) -> None:
+async def _wait_for_end(context: ProcessContext, controller: Controller, metrics: ControllerMetrics) -> None:
     freeze_gc()
     context.spans.serve(waits="calls")
     stopping = asyncio.create_task(context.stopping.wait())
@@ -154,7 +157,7 @@ def _status_route(context: ProcessContext, controller: Controller, directory: Di
 
 
 def _status(controller: Controller, *, units: int, insecure: bool) -> QueueStatus:
-    """Return the part of the queue's status that the controller knows. units: how many are registered."""
+    """Return the controller's part of the queue's status. units: number of registered storage units."""
     stats, partitions = controller.stats(), controller.table.state.partitions.values()
     return QueueStatus(
         ready_units=min(stats.units, units),
@@ -167,7 +170,7 @@ def _status(controller: Controller, *, units: int, insecure: bool) -> QueueStatu
 
 
 def _show(controller: Controller, metrics: ControllerMetrics) -> None:
-    """Set the gauges; of tasks that are over none, for a queue may be given ever new partitions."""
+    """Set the gauges, except for completed tasks, since a queue may get new partitions without limit."""
     stats = controller.stats()
     metrics.rows.clear()
     metrics.parked.clear()

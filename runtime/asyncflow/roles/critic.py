@@ -1,4 +1,4 @@
-"""The critic: a value model around ``training.critic``, for the ranks of the trainer."""
+"""The critic as a separate process: a value model, served to the trainer's ranks by ``training.critic``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import CriticMetrics
 from asyncflow.training.critic import CriticModel, CriticService
 
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 
 
 def main(options: RoleOptions) -> int:
@@ -27,17 +27,18 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Answer the trainer until told to stop, and then until it has gone, since it may still write a checkpoint.
+    """Serve the trainer until this process is to stop, and then until the trainer has left.
 
-    Raises ManifestError where the job has no such role.
+    The trainer may still write a checkpoint at the end, which includes the critic. Raises ManifestError if the job has
+    no such role.
     """
     spec, options = context.job.spec, context.options
-    own = critic_role(spec)
+    role = critic_role(spec)
     settings = backend_settings(spec, host=context.host)
-    if own is None or settings.critic is None:
+    if role is None or settings.critic is None:
         raise ManifestError("the job has no critic of its own", where="spec.critic.role", hint="Add it")
-    device = PROFILES[own.accelerator.profile].device
-    settings = replace(settings, device=device, share=own.accelerator.share, threads=own.threads)
+    device = PROFILES[role.accelerator.profile].device
+    settings = replace(settings, device=device, share=role.accelerator.share, threads=role.threads)
     backend = kind_of_backend(spec, device=device)
     folder = await asyncio.to_thread(materialize_config, spec.model.source, options.workdir)
 
@@ -74,4 +75,4 @@ async def _outlive_trainer(membership: Membership, *, within_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while membership.peer("trainer") is not None:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The driver's process: directory, catalogue, HTTP service and the driver's loops, at one address."""
+"""The driver's process: directory, catalogue and driver at one address, and the HTTP and control services."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncflow.view.page.spans import Timelines
 log = logging.getLogger(__name__)
 
 WORKER = worker_name("driver", 0, "driver")
-"""Worker that holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
+"""Worker name of the driver's leases; all incarnations share it, so each one can end its predecessor's leases."""
 
 
 def main(options: RoleOptions) -> int:
@@ -40,7 +40,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Drive the job to its end, or until told to end."""
+    """Drive the job to its end, or until this process is to stop."""
     spec, options, metrics = context.job.spec, context.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
     cache = options.workdir / CACHE
@@ -91,28 +91,28 @@ async def serve(context: JobContext) -> None:
     def status() -> DriverStatus:
         return driver.status().model_copy(update={"insecure": context.insecure})
 
-    looks = looking_routes(live=driver.live, evidence=driver.evidence)
+    views = looking_routes(live=driver.live, evidence=driver.evidence)
     page = page_routes(
         options.workdir,
         job=lambda: described,
-        status=_at_once(status),
+        status=_as_coroutine(status),
         timelines=Timelines(options.workdir),
         texts=False,
     )
-    http = context.http(metrics, routes=[status_route(status), *looks, *page])
+    http = context.http(metrics, routes=[status_route(status), *views, *page])
     control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()
     await http.start(context.host, options.http_port)
     if control is None:
-        log.warning("without a certificate nobody can direct this driver: there is no control service")
+        log.warning("this driver has no certificate, so it serves no control service")
     else:
         await control.start(context.host, options.control_port)
     try:
         if await context.unless_stopped(driver.run()):
             await driver.conclude()
-            said = last_words(status())
+            message = last_words(status())
             await driver.dismiss()
-            _say_last(said)
+            _write_termination_message(message)
     finally:
         await sinks.abandon()
         await directory.close()
@@ -123,17 +123,17 @@ async def serve(context: JobContext) -> None:
         await server.close()
 
 
-def _at_once(status: Callable[[], DriverStatus]) -> Callable[[], Awaitable[DriverStatus]]:
+def _as_coroutine(status: Callable[[], DriverStatus]) -> Callable[[], Awaitable[DriverStatus]]:
     async def answer() -> DriverStatus:
         return status()
 
     return answer
 
 
-def _say_last(words: str) -> None:
-    """Leave ``words`` where the kubelet finds them: nobody may have asked since the last step, or for the phase."""
+def _write_termination_message(message: str) -> None:
+    """Write ``message`` to the file that the kubelet reads: the operator may not have polled since the last step."""
     if path := os.environ.get(LAST_WORDS_ENV):
-        Path(path).write_text(words)
+        Path(path).write_text(message)
 
 
 def _address(directory: Directory, role: str, index: int) -> str | None:

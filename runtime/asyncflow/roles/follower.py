@@ -1,9 +1,9 @@
-"""One follower: an engine that serves under the newest weights of a job, or of a model that is published.
+"""One follower: an engine that serves with the newest weights of a job, or of a published model.
 
-It is outside of the job, whose rollouts have the same engine; where no job trains the model, the WeightSync says which.
-The engine's own inference service (of vLLM: OpenAI-compatible) is served in plain HTTP, without asking who calls: who
-may reach the port is for the network around it to say. It takes a place of its own in the job's directory, so that any
-number of followers may share one certificate. It does not end with the job.
+A follower is not part of the job. It has the same engine as the job's rollouts; if no job trains the model, the
+WeightSync sets the engine. The engine's inference service (for vLLM: OpenAI-compatible) uses plain HTTP without
+authentication, so the network must restrict access to its port. A follower registers in the job's directory under a
+random index, so any number of followers may share one certificate. It does not end with the job.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Follow a job until told to end by a signal."""
+    """Follow a job until a signal ends this process."""
     spec = context.job.spec
     folder = materialize_config(spec.model.source, context.options.workdir)
     engine = engine_of(spec, folder, Tokenizer.load(folder))
@@ -57,7 +57,7 @@ async def serve(context: JobContext) -> None:
 
 
 async def serve_published(context: SyncContext) -> None:
-    """Follow the publisher of a model until told to end by a signal. What it publishes is proved by digests alone."""
+    """Follow the publisher of a model until a signal ends this process; versions are verified by digests only."""
     spec, source, options = context.resource.spec.follower or FollowerSpec(), context.source, context.options
     assert source.model is not None
     if source.watch:
@@ -72,12 +72,12 @@ async def serve_published(context: SyncContext) -> None:
     await _follow(context, engine, spec.accelerator, probe_gap=ROUNDED, sync=context.resource)
 
 
-async def _follow(context: ProcessContext, engine: RolloutEngine, *given: Any, **more: Any) -> None:
-    """Start ``engine`` and have it serve. given, more: see ``serve_newest``."""
+async def _follow(context: ProcessContext, engine: RolloutEngine, *args: Any, **kwargs: Any) -> None:
+    """Start ``engine`` and call ``serve_newest`` with the other arguments."""
     engine.spans = context.spans
     try:
         if await context.unless_stopped(engine.start()):
-            await serve_newest(context, engine, *given, **more)
+            await serve_newest(context, engine, *args, **kwargs)
     finally:
         await engine.close()
 
@@ -91,10 +91,10 @@ async def serve_newest(
     merge: Merge | None = None,
     sync: WeightSync | None = None,
 ) -> None:
-    """Serve by an engine that was started, under the newest weights.
+    """Serve with a started engine and the newest weights, until this process is to end.
 
-    merge, probe_gap: see ``WeightLoader``; sync: how the fleet that this one belongs to changes weights, None: each as
-    soon as a version is there.
+    merge, probe_gap: see ``WeightLoader``; sync: WeightSync that sets how the followers of a fleet update weights, None
+    to load each version as soon as it is available.
     """
     options, metrics = context.options, FollowerMetrics()
     metrics.relay(engine.metrics)
@@ -129,7 +129,7 @@ async def serve_newest(
 
 
 async def serve_routes(routes: Iterable[web.RouteDef], *, host: str, port: int) -> web.AppRunner:
-    """Serve an engine's routes in plain HTTP; what a caller asked for is cancelled when the caller goes."""
+    """Serve an engine's routes in plain HTTP; a request is cancelled when its caller disconnects."""
     app = web.Application(client_max_size=_MOST_BODY)
     app.add_routes(routes)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S, handler_cancellation=True)

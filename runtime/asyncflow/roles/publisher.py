@@ -1,13 +1,16 @@
-"""The publisher: versions of a model that no job trains, at the one address that their followers dial.
+"""The publisher of a model that no job trains, at the address to which its followers connect.
 
-It is the first member of its own directory, serves the catalogue, and publishes as a trainer of one rank does. A model
-that stays is θ_0. Of a folder that is watched each newer model is a version (``models.stored``), numbered as its
-subfolder, or counted.
+The publisher is the first member of its own directory, serves the catalogue, and publishes like a trainer with one
+rank. A fixed model is θ_0. In a watched folder each newer model becomes a version (``models.stored``), with the number
+of its subfolder, or the next number.
 
-Invariants: all versions have the tensors of the first, by name, dtype and shape, since no engine could change to
-others; what differs, or has the very bytes of the version before, is passed over. A model that stays and cannot be had
-is refused at once; in a folder that is watched it is waited for, and the status says what for. A publisher that starts
-again publishes as a newer attempt, and followers get what they lack of it.
+Invariants:
+
+* All versions have the same tensors, by name, dtype and shape, since an engine cannot change them. A model with other
+  tensors, or with the same bytes as the previous version, is skipped.
+* A fixed model that cannot be read is refused immediately. In a watched folder the publisher waits for a readable
+  model, and its status says what it waits for.
+* A restarted publisher publishes as a newer attempt, and followers pull the versions that they lack.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0
-"""Seconds between two looks at a folder."""
+POLL_S: Final = 1.0
+"""Interval in seconds at which a watched folder is checked."""
 _CALL_S: Final = 30.0
 
 
@@ -53,7 +56,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: SyncContext) -> None:
-    """Publish until told to end by a signal."""
+    """Publish until a signal ends this process."""
     metrics = PublisherMetrics()
     front = RpcServer(
         name=PUBLISHER,
@@ -80,7 +83,7 @@ async def serve(context: SyncContext) -> None:
             insecure=context.insecure,
             version=step,
             versions=versions_state(heard_of(directory), nbytes=nbytes, newest=step, swap_at="token"),
-            waiting_for=publishing.waits[:_LINE],
+            waiting_for=publishing.waits[:_MOST_WAITING_FOR],
         )
 
     def ready() -> tuple[bool, str]:
@@ -107,11 +110,12 @@ async def serve(context: SyncContext) -> None:
             await context.stopping.wait()
 
 
-_LINE: Final = 1024
+_MOST_WAITING_FOR: Final = 1024
+"""Most characters of ``waitingFor`` in the status."""
 
 
 class Publishing:
-    """Publishes the model of a context, one version after another. waits: what keeps the next one from being there."""
+    """Publishes the model of a context, one version after another. waits: the reason why there is no newer version."""
 
     def __init__(self, context: SyncContext, *, metrics: PublisherMetrics) -> None:
         self.waits = "the model to be read"
@@ -122,12 +126,12 @@ class Publishing:
         self._shapes: object = None
 
     def status(self) -> Status:
-        """Return what heartbeats report: the seconds that the last version took."""
+        """Return the status for heartbeats: the seconds that the last publication took."""
         return {} if self._seconds is None else {"publish_s": self._seconds}
 
     async def run(self, sender: WeightSender) -> None:
-        """Publish the model, and where its folder is watched, each newer one for ever. Raises ManifestError."""
-        watched = self._context.source.watch
+        """Publish the model, and if its folder is watched, each newer one, until cancelled. Raises ManifestError."""
+        is_watched = self._context.source.watch
         watch = await self._open()
         while True:
             found = await asyncio.to_thread(watch.look, time.monotonic())
@@ -139,12 +143,12 @@ class Publishing:
                 except DiskError as error:
                     log.warning("θ_%d is not published: %s", found[0], error)
                     self.waits = str(error)
-            if self._entries and not watched:
+            if self._entries and not is_watched:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _open(self) -> ModelWatch:
-        """Return the watch of the folder. Raises ManifestError where a model that stays is not whole."""
+        """Return the watch of the folder. Raises ManifestError if a fixed model is incomplete."""
         source, workdir, dtype = self._context.source, self._context.options.workdir, self._context.weights.dtype
         assert source.model is not None
         resolved = ModelSource.resolve(source.model, workdir)
@@ -158,20 +162,20 @@ class Publishing:
         return ModelWatch(folder=folder, dtype=dtype, settle_s=0.0)
 
     async def _publish(self, step: int, model: StoredModel, *, sender: WeightSender, watch: ModelWatch) -> None:
-        """Publish a model as θ_step unless it is passed over. Raises DiskError where its files change meanwhile."""
+        """Publish a model as θ_step, or skip it. Raises DiskError if its files change meanwhile."""
         if self._shapes not in (None, dict(model.tensors)):
-            why = f"{model.folder} has other tensors than the version before: publish it by another WeightSync"
+            why = f"{model.folder} has other tensors than the previous version: publish it with another WeightSync"
             log.warning("%s", why)
             watch.pass_over(model, why)
             return
-        began = time.monotonic()
+        started = time.monotonic()
         version = Version(self._context.options.attempt, step)
         copied = await asyncio.to_thread(sender.fill, version, model.tensors, model.read)
         part = await asyncio.to_thread(sender.part, copied)
         if not await asyncio.to_thread(lambda: model.unchanged):
-            raise DiskError("it has changed while it was read", where=str(model.folder))
+            raise DiskError("it changed while it was read", where=str(model.folder))
         if part.tensors == self._entries:
-            log.info("%s has the bytes of the version before: it is passed over", model.folder)
+            log.info("%s has the same bytes as the previous version: it is skipped", model.folder)
             watch.pass_over(model)
             return
         await retry(
@@ -181,7 +185,7 @@ class Publishing:
         )
         watch.take(step, model)
         self._entries, self._shapes = part.tensors, dict(model.tensors)
-        self._seconds = time.monotonic() - began
+        self._seconds = time.monotonic() - started
         self._metrics.publish_seconds.observe(self._seconds)
         self._metrics.version_step.set(step)
         log.info("published %s: %s, %d bytes in %.2f s", version, model.folder, copied.arena.nbytes, self._seconds)

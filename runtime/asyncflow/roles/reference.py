@@ -1,4 +1,4 @@
-"""One process of the reference model: θ_0 around ``tasks.worker``."""
+"""One process of the reference model: log-probs under θ_0, computed by ``tasks.worker``."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Compute rows until told to stop or to drain. Raises ManifestError where the model cannot be opened."""
+    """Compute rows until this process is to stop or to drain. Raises ManifestError if the model cannot be opened."""
     spec = context.job.spec
-    own = spec.reference
-    if own is None:
+    role = spec.reference
+    if role is None:
         raise ManifestError("the job has no reference of its own", where="spec.reference", hint="Add it")
     folder = materialize_config(spec.model.source, context.options.workdir)
-    accelerator = own.accelerator
+    accelerator = role.accelerator
     settings = replace(
         backend_settings(spec, host=context.host),
         device=PROFILES[accelerator.profile].device,
         share=accelerator.share,
-        threads=own.threads,
+        threads=role.threads,
         options=spec.trainer.backend.options if spec.trainer.backend.name == "torch" else {},
     )
     threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
 
-    def opened() -> ReferenceModel:
+    def open_model() -> ReferenceModel:
         materialize_weights(spec.model.source, folder)
         return ReferenceModel(folder, settings)
 
-    model = await loop.run_in_executor(threads, opened)
+    model = await loop.run_in_executor(threads, open_model)
 
     async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> Sequence[Result]:
         return await loop.run_in_executor(threads, model.compute, rows, columns)
@@ -60,9 +60,9 @@ async def serve(context: JobContext) -> None:
         task=REFERENCE,
         reads=("prompt_ids", "response_ids"),
         writes=(OutputColumn(name=REF_LOGPROBS, dtype="float32", most=spec.sampling.max_tokens),),
-        batch=own.batch,
-        lease_s=own.lease_seconds,
-        drain_s=own.drain_seconds,
+        batch=role.batch,
+        lease_s=role.lease_seconds,
+        drain_s=role.drain_seconds,
     )
     try:
         await work(context, task, compute, metrics=ReferenceMetrics())

@@ -1,4 +1,4 @@
-"""One process of the reward: the functions that judge, around ``tasks.worker``."""
+"""One process of the reward role: reward functions that score rows, run by ``tasks.worker``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Score rows until told to stop or to drain. Raises ManifestError where a function cannot be loaded."""
+    """Score rows until this process is to stop or to drain. Raises ManifestError if a function cannot be loaded."""
     spec, options = context.job.spec, context.options
-    own = spec.reward.role
-    if own is None:
+    role = spec.reward.role
+    if role is None:
         raise ManifestError("the job has no reward of its own", where="spec.reward.role", hint="Add it")
     folder = await asyncio.to_thread(materialize_config, spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
@@ -37,16 +37,16 @@ async def serve(context: JobContext) -> None:
         task=REWARD,
         reads=("task", "response_ids", *((LOSS_MASK,) if spec.environment is not None else ())),
         writes=JUDGED,
-        batch=own.batch,
-        parallel=own.parallel,
-        lease_s=own.lease_seconds,
-        drain_s=own.drain_seconds,
+        batch=role.batch,
+        parallel=role.parallel,
+        lease_s=role.lease_seconds,
+        drain_s=role.drain_seconds,
     )
     transcriber = Transcriber(tokenizer=tokenizer, stop_ids=stop_ids_of(tokenizer, spec.sampling.stop))
     judge = Judge(rewards, transcriber=transcriber, sizes=spec.group_sizes)
     try:
         if await context.unless_stopped(rewards.start()):
-            own.check(by_group=rewards.by_group)
+            role.check(by_group=rewards.by_group)
             await work(context, settings, judge.compute, metrics=RewardMetrics())
     finally:
         await rewards.close()

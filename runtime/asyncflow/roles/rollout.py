@@ -1,4 +1,4 @@
-"""One rollout instance: engine, rewards and weights around ``rollout.worker``."""
+"""One rollout instance: it connects ``rollout.worker`` with its engine, rewards and weights."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
 
 MakeEngine: TypeAlias = Callable[..., RolloutEngine]
-"""Maker of an engine, with the settings that ``RolloutEngine`` takes."""
+"""Factory of an engine; it takes the settings of ``RolloutEngine``."""
 
 
 def main(options: RoleOptions) -> int:
-    """Run an instance."""
+    """Run a rollout instance."""
     return run_role(serve, options)
 
 
 async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -> None:
-    """Generate until told to stop or to drain. make_engine: makes the engine, by default the manifest's."""
+    """Generate until this process is to stop or to drain. make_engine: engine factory, by default the manifest's."""
     spec, options = context.job.spec, context.options
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
@@ -129,19 +129,19 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
 
 
 def loaded(engine: RolloutEngine) -> tuple[bool, str]:
-    """Return whether an engine has weights, and in words."""
-    there = engine.version is not None
-    return there, "ready" if there else "no weights are loaded yet"
+    """Return whether an engine has loaded weights, and the reason as text."""
+    is_loaded = engine.version is not None
+    return is_loaded, "ready" if is_loaded else "no weights are loaded yet"
 
 
 def received(context: ProcessContext, metrics: LoadingMetrics, record: TransferRecord) -> None:
-    """Count and record a version that has come."""
+    """Count and record a received version."""
     metrics.count_pull(record)
     context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
 
 
 def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
-    """Return what all instances of a job have in common."""
+    """Return the settings that all instances of a job share."""
     return RolloutSettings(
         temperature=spec.sampling.temperature,
         max_tokens=spec.sampling.max_tokens,
@@ -159,7 +159,7 @@ def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
 
 
 def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None) -> RolloutEngine:
-    """Return the engine of the job's rollouts for the model in ``folder``, not started; ``make`` makes another one."""
+    """Return the engine of the job's rollouts for the model in ``folder``, not started. make: another factory."""
     return engine_for(
         spec.rollout,
         folder,
@@ -179,10 +179,11 @@ def engine_for(
     *,
     max_length: int,
     make: MakeEngine | None = None,
-    **how: Any,
+    **options: Any,
 ) -> RolloutEngine:
-    """Return the engine of ``worker`` for the model in ``folder``, not started. make: makes another than it names; how:
-    see ``open_engine``.
+    """Return the engine of ``worker`` for the model in ``folder``, not started.
+
+    make: factory of another engine than ``worker`` names; options: see ``open_engine``.
     """
     return (make or partial(open_engine, worker.engine.name))(
         folder=folder,
@@ -197,18 +198,18 @@ def engine_for(
             count=max(1, worker.accelerator.count),
             share=worker.accelerator.share,
         ),
-        **how,
+        **options,
     )
 
 
 def probe_gap_of(spec: RLJobSpec) -> float:
-    """Return by how much an engine's log-probs may differ from the trainer's, where it has the same weights."""
+    """Return the tolerance between an engine's and the trainer's log-probs under the same weights."""
     exact = spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
     return EXACT if exact else ROUNDED
 
 
 def merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
-    """Read the model to which published adapters belong, None where whole weights are published. Blocks."""
+    """Read the base model of published adapters; return None if whole weights are published. Blocks."""
     if spec.trainer.lora is None:
         return None
     materialize_weights(spec.model.source, folder)

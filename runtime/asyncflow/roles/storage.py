@@ -1,7 +1,7 @@
-"""One storage unit of the queue. It is ready when its back end is, and the controller has taken it in.
+"""One storage unit of the queue. It is ready when its back end is ready and the controller has registered it.
 
-A unit that is told to drain, or by the controller to leave, ends when its rows lie on other units. One that is told to
-end by SIGTERM does the same where whoever makes the process gives it time for that (``LEAVE_ENV``).
+A unit that the driver drains, or that the controller tells to leave, ends when its rows have moved to other units. On
+SIGTERM it does the same if the substrate grants time for it (``LEAVE_ENV``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncflow.telemetry.metrics import StorageMetrics
 
 PULSE_S = 1.0
 LINGER_S = 1.5
-"""Seconds for which a unit that has left tells who comes too late that the rows lie elsewhere."""
+"""Seconds for which a unit that has left still answers late callers that its rows have moved."""
 
 _ANNOUNCE_S = 5.0
 _LAST_S = 0.1
@@ -36,7 +36,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: ProcessContext) -> None:
-    """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
+    """Hold cells until this process is to stop. Raises Fenced if another incarnation has replaced this one."""
     queue, metrics = context.queue, StorageMetrics()
     membership: Membership | None = None
 
@@ -78,7 +78,7 @@ async def serve(context: ProcessContext) -> None:
     def ready() -> tuple[bool, str]:
         if not opening.done():
             return False, f"the back end {queue.backend} does not answer yet"
-        return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
+        return unit.ready, "ready" if unit.ready else "the controller has not registered it yet"
 
     membership = await context.join(metrics=metrics, address=address, ready=ready)
     freeze_gc()
@@ -104,9 +104,9 @@ async def _hold(
     membership: Membership,
     opening: asyncio.Task[None],
 ) -> DrainTask | None:
-    """Hold cells until this process is to end; return the drain that has begun, if one has.
+    """Hold cells until this process is to end; return the drain, if one has started.
 
-    opening: of the back end, with whose failure it ends too.
+    opening: the task that opens the back end; if it fails, this function returns, too.
     """
     leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     drain: DrainTask | None = None
@@ -138,9 +138,9 @@ async def _hold(
 
 
 class DrainTask:
-    """A unit that takes nothing new, says so in the directory, and takes all its rows to others.
+    """The drain of a unit, which accepts no new rows, announces that in the directory, and moves its rows to others.
 
-    task: done when it has left or cannot leave.
+    patient: see ``StorageUnit.leave``; task: done when the unit has left or cannot leave.
     """
 
     def __init__(self, unit: StorageUnit, membership: Membership, *, patient: bool) -> None:
@@ -148,7 +148,7 @@ class DrainTask:
         self._announcing = asyncio.create_task(_announce(membership))
 
     async def end(self) -> bool:
-        """Go no further; tell whether nothing is left in the unit."""
+        """End the drain, and return whether the unit has left without any rows."""
         await asyncio.wait([self.task], timeout=_LAST_S)
         for task in (self.task, self._announcing):
             task.cancel()

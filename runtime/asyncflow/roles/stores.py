@@ -1,10 +1,10 @@
 """The stores of storage units' bytes: a segment of Mooncake Store or a Redis server (holder), and Mooncake's master.
 
-The master is a program of Mooncake's that knows which holder has which value. Nobody relies on what it knows, because
-the queue's controller is the truth about what exists.
+The master is a program of Mooncake that maps values to holders. The queue does not rely on it to know which rows exist:
+the queue's controller is authoritative.
 
-Invariants: a holder offers what the plan says, from when it is ready, and what it holds goes with it; a segment follows
-the master wherever it is started again; when a program ends, its role ends.
+Invariants: once ready, a holder offers the number of bytes in the plan; its values are lost when it ends. A segment
+reconnects to a restarted master at its new address. When a program ends, its role ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncflow.telemetry.metrics import RoleMetrics
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 def main(options: RoleOptions) -> int:
@@ -34,17 +34,17 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve_master(context: ProcessContext) -> None:
-    """Run Mooncake's master until told to stop. Raises RoleFailed when it ends before."""
+    """Run Mooncake's master until this process is to stop. Raises RoleFailed if the master ends before."""
     await watch(context, await start_mooncake_master(context.host))
 
 
 async def serve_holder(context: ProcessContext) -> None:
-    """Hold bytes until told to stop."""
+    """Hold bytes until this process is to stop."""
     await _HOLD[context.queue.backend](context)
 
 
 async def hold_segment(context: ProcessContext) -> None:
-    """Offer a segment to the master that is known, and again to every new one."""
+    """Offer a segment to the current master, and to every new one."""
     membership: Membership | None = None
 
     def master() -> str | None:
@@ -53,7 +53,9 @@ async def hold_segment(context: ProcessContext) -> None:
     segment = MooncakeConnection(host=context.host, master=master, segment_bytes=held_bytes(context.queue))
 
     def ready() -> tuple[bool, str]:
-        return (True, "ready") if segment.master is not None else (False, "its segment is not with the master yet")
+        if segment.master is not None:
+            return True, "ready"
+        return False, "its segment is not registered with the master yet"
 
     membership = await context.join(metrics=RoleMetrics(), ready=ready)
     context.spans.serve(waits="calls")
@@ -61,9 +63,9 @@ async def hold_segment(context: ProcessContext) -> None:
         try:
             await asyncio.to_thread(segment.client)
         except PeerLost as lost:
-            log.info("the segment is not with the master: %s", lost)
+            log.info("the segment is not registered with the master: %s", lost)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(context.stopping.wait(), LOOK_S)
+            await asyncio.wait_for(context.stopping.wait(), POLL_S)
     await membership.close()
     await asyncio.to_thread(segment.close)
 
@@ -79,7 +81,7 @@ _HOLD: dict[str, Callable[[ProcessContext], Awaitable[None]]] = {"mooncake": hol
 
 
 async def watch(context: ProcessContext, server: Server) -> None:
-    """Make ``server`` known and watch it until told to stop. Raises RoleFailed when it ends before."""
+    """Register ``server``, and watch it until this process is to stop. Raises RoleFailed if the server ends before."""
     try:
         membership = await context.join(metrics=RoleMetrics(), address=f"tcp://{server.host}:{server.port}")
         context.spans.serve(waits="calls")

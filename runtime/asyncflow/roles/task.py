@@ -1,4 +1,4 @@
-"""One process of a user's task: its function around ``tasks.worker``."""
+"""One process of a user's task: the user's function, run by ``tasks.worker``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext) -> None:
-    """Compute rows until told to stop or to drain. Raises ManifestError where the function cannot be loaded."""
+    """Compute rows until this process is to stop or to drain. Raises ManifestError if the function cannot be loaded."""
     spec = context.job.spec
     task = task_of(spec, context.options.role)
     assert task.function is not None
@@ -64,7 +64,7 @@ async def serve(context: JobContext) -> None:
 
 
 async def work(context: JobContext, settings: TaskSettings, compute: Compute, *, metrics: WorkerMetrics) -> None:
-    """Join the job, and work on the rows of a task until told to stop or to drain."""
+    """Join the job, and work on the rows of a task until this process is to stop or to drain."""
     worker: TaskWorker | None = None
 
     def status() -> Status:
@@ -85,7 +85,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
 
 
 def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
-    """Return the user's task that a role runs. Raises ManifestError where the manifest has none of it."""
+    """Return the user's task that a role runs. Raises ManifestError if the manifest has no such task."""
     found = spec.task_roles
     if role not in found:
         hint = f"It has {', '.join(found) or 'none'}"
@@ -94,5 +94,5 @@ def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
 
 
 def outputs_of(task: UserTaskSpec, *, default: int) -> tuple[OutputColumn, ...]:
-    """Return the columns that a task writes. default: most entries of a row where the manifest does not say."""
+    """Return the columns that a task writes. default: most entries of a row, if the manifest sets no number."""
     return tuple(OutputColumn(name=one.name, dtype=one.dtype, most=one.most or default) for one in task.writes)

@@ -1,12 +1,14 @@
-"""The trainer: the ranks of one replica, and one rank with queue, weights, backend and checkpoints around ``Trainer``.
+"""The trainer: the launcher of a replica's ranks, and one rank, which connects ``Trainer`` with its queue, weights,
+back end and checkpoints.
 
-Where a replica has several ranks, the process that the substrate started becomes their launcher, as torchrun is one: it
-starts them as processes of their own, passes on the signal that ends it, and answers ``/healthz``, ``/readyz`` and
-``/metrics`` for all of them. Each rank is a member of the job by itself, under its number among the ranks of all
-replicas. A rank that has made the last step stays, and serves its versions, until the driver says stop.
+If a replica has several ranks, the process that the substrate started is their launcher, like torchrun: it starts the
+ranks as separate processes, forwards the signal that ends it, and answers ``/healthz``, ``/readyz`` and ``/metrics``
+for all of them. Each rank is a member of the job, under its number among the ranks of all replicas. A rank that has
+made the last step keeps serving its versions until the driver stops it.
 
-Invariants: no rank outlives its launcher, however that ends; when one rank fails, the others end within ``END_S``
-seconds; the exit status is that of the rank that failed first; a replica is ready when all of its ranks are.
+Invariants: no rank outlives its launcher, however the launcher ends. When one rank fails, the other ranks of the
+replica end within ``END_S`` seconds. The exit status is that of the rank that failed first. A replica is ready when all
+of its ranks are.
 """
 
 from __future__ import annotations
@@ -60,21 +62,21 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 10.0
 END_S = 2.0
-"""Seconds from SIGTERM to SIGKILL for the ranks that are left when one has failed."""
+"""Seconds from SIGTERM to SIGKILL for the remaining ranks after one has failed."""
 _ANSWER_S = 0.8
-"""Seconds within which a rank has to answer; a kubelet gives its first probes one second."""
+"""Timeout of a rank's answer in seconds; it must be less than the kubelet's probe timeout of one second."""
 _BY_SIGNAL = 128
 
 
 class MakeBackend(Protocol):
-    """Maker of a rank's back end, which is usually its class."""
+    """Factory of a rank's back end, usually its class."""
 
     def __call__(self, settings: BackendSettings, *, group: ProcessGroup) -> TrainerBackend:
-        """Return it, not loaded."""
+        """Return the back end, not loaded."""
 
 
 def main(options: RoleOptions) -> int:
-    """Run one rank, or all those of a replica that has several."""
+    """Run one rank, or the launcher of a replica's ranks."""
     return run_role(_serve, options)
 
 
@@ -86,9 +88,9 @@ async def _serve(context: JobContext) -> int | None:
 
 
 async def serve(context: JobContext, *, make_backend: MakeBackend | None = None) -> None:
-    """Train to the last step, then serve weights until told to stop.
+    """Train to the last step, then serve weights until this process is to stop.
 
-    make_backend: makes the back end, by default the one that the manifest names.
+    make_backend: factory of the back end, by default that of the manifest.
     """
     spec, options, metrics = context.job.spec, context.options, TrainerMetrics()
     if make_backend is None:
@@ -96,14 +98,12 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     server = RpcServer(
         name=f"trainer-{options.index}", bind=context.bind, credentials=context.credentials, access=context.access
     )
-    where, kept = options.workdir / "checkpoints", spec.storage.checkpoints
+    path, kept = options.workdir / "checkpoints", spec.storage.checkpoints
     keeper: BestCheckpoints | None = None
     if kept.keep_best is not None:
         evaluates = Schedule.of(spec).evaluates
-        keeper = BestCheckpoints(
-            where, by=kept.keep_best, evaluates=evaluates, directives=lambda: membership.directives
-        )
-    checkpoints = Checkpoints(where, keep=kept.keep, also=keeper.keeps if keeper is not None else None)
+        keeper = BestCheckpoints(path, by=kept.keep_best, evaluates=evaluates, directives=lambda: membership.directives)
+    checkpoints = Checkpoints(path, keep=kept.keep, also=keeper.keeps if keeper is not None else None)
     if options.index == 0:
         gathering = GatherService(attempt=options.attempt, world=spec.trainer.ranks, progress=checkpoints.progress)
         gathering.attach(server)
@@ -118,8 +118,8 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         return {**trainer.status(), **best, "exported": exported.is_set(), "exports": exports}
 
     def ready() -> tuple[bool, str]:
-        begun = trainer is not None and trainer.begun
-        return begun, "ready" if begun else "its first weights are not published yet"
+        is_ready = trainer is not None and trainer.begun
+        return is_ready, "ready" if is_ready else "its first weights are not published yet"
 
     membership = await context.join(metrics=metrics, address=address, status=status, ready=ready)
     group = _group(context, membership)
@@ -135,17 +135,17 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     folder = materialize_config(spec.model.source, options.workdir)
     settings = backend_settings(spec, host=context.host, local_rank=options.local_rank or 0)
     backend = make_backend(settings, group=group)
-    if settings.critic is not None and (apart := critic_role(spec)) is not None:
+    if settings.critic is not None and (critic := critic_role(spec)) is not None:
         backend.critic_link = CriticLink(
             rank=group.rank,
             attempt=options.attempt,
             find=partial(membership.address, "critic"),
-            replicas=apart.replicas,
+            replicas=critic.replicas,
             loop=asyncio.get_running_loop(),
             credentials=context.credentials,
             patience_s=spec.limits.stall_seconds,
         )
-    begins_with_model = backend.of_model and not spec.trainer.external
+    starts_with_model = backend.of_model and not spec.trainer.external
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -160,7 +160,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         announced=metrics.publish_seconds.observe,
         saved=metrics.checkpoint_seconds.observe,
         spans=context.spans,
-        materialise=lambda: materialize_weights(spec.model.source, folder) if begins_with_model else None,
+        materialise=lambda: materialize_weights(spec.model.source, folder) if starts_with_model else None,
         recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.meter.busy)
@@ -173,8 +173,8 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
             )
             exports[EXPORT] = step
         if keeper is not None:
-            judged = await _judged(context, membership, step)
-            if judged and options.index == 0:
+            is_decided = await _wait_for_evaluation(context, membership, step)
+            if is_decided and options.index == 0:
                 await asyncio.to_thread(checkpoints.prune, options.attempt)
             if backend.of_model:
                 best = await asyncio.to_thread(
@@ -183,7 +183,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
                     backend,
                     folder,
                     checkpoints=checkpoints,
-                    best=(keeper.best.step if keeper.best is not None else 0) if judged else None,
+                    best=(keeper.best.step if keeper.best is not None else 0) if is_decided else None,
                     last=step,
                     run=options.workdir,
                     target=options.workdir / EXPORT_BEST,
@@ -202,21 +202,21 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     await server.close()
 
 
-async def _judged(context: JobContext, membership: Membership, step: int) -> bool:
-    """Wait until the evaluation of θ_step is decided; False where this process is told to end before."""
-    judged = asyncio.Event()
+async def _wait_for_evaluation(context: JobContext, membership: Membership, step: int) -> bool:
+    """Wait until the evaluation of θ_step is decided; return False if this process is to end before."""
+    decided = asyncio.Event()
 
-    def look(directives: Directives) -> None:
+    def check(directives: Directives) -> None:
         if directives.judged >= step:
-            judged.set()
+            decided.set()
 
-    membership.on_directives.append(look)
-    look(membership.directives)
-    waits = [asyncio.create_task(event.wait()) for event in (judged, context.stopping)]
+    membership.on_directives.append(check)
+    check(membership.directives)
+    waits = [asyncio.create_task(event.wait()) for event in (decided, context.stopping)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-    return judged.is_set()
+    return decided.is_set()
 
 
 async def _report(membership: Membership, metrics: TrainerMetrics, report: TrainReport) -> None:
@@ -225,7 +225,7 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
 
 
 def count_step(metrics: TrainerMetrics, report: TrainReport) -> None:
-    """Count one optimizer step, and show its figures."""
+    """Update the metrics with the report of one step."""
     metrics.step.set(report.step)
     metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens - report.observation_tokens)
     metrics.tokens.labels("response").inc(report.response_tokens)
@@ -261,7 +261,7 @@ def _group(context: JobContext, membership: Membership) -> ProcessGroup:
 
 
 def trainer_settings(spec: RLJobSpec, *, attempt: int) -> TrainerSettings:
-    """Return what the ranks of an attempt have to know of the job."""
+    """Return the settings of the job for the ranks of an attempt."""
     return TrainerSettings(
         schedule=Schedule.of(spec),
         partition=TRAIN,
@@ -279,9 +279,9 @@ def trainer_settings(spec: RLJobSpec, *, attempt: int) -> TrainerSettings:
 
 
 async def serve_ranks(context: JobContext) -> int:
-    """Run all ranks of this replica to their end; return the exit status of the first that failed, 0 where none did.
+    """Run all ranks of this replica to their end; return the exit status of the first that failed, 0 if none did.
 
-    Raises Refused where the HTTP port is taken, OSError where a rank cannot be started.
+    Raises Refused if the HTTP port is taken, and OSError if a rank cannot be started.
     """
     launcher = _Launcher(context)
     agree, metrics = launcher.agree, launcher.metrics
@@ -294,7 +294,7 @@ async def serve_ranks(context: JobContext) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A rank that was started. number: among all ranks; host, port: where it serves HTTP."""
+    """A started rank. number: its number among all ranks; host, port: address of its HTTP service."""
 
     number: int
     process: Process
@@ -302,7 +302,7 @@ class _Rank:
     port: int
 
     async def ask(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of its answer to GET ``path``; 503 and the reason where there is none in time."""
+        """Return status and body of the rank's answer to GET ``path``; 503 and the reason without an answer in time."""
         return await asyncio.to_thread(self._ask, path)
 
     def _ask(self, path: str) -> tuple[int, bytes]:
@@ -329,24 +329,24 @@ class _Launcher:
         for local_rank in range(self._context.job.spec.trainer.local_ranks):
             self._ranks.append(await self._start(local_rank))
         log.info("its ranks: %s", ", ".join(f"{rank.number} (pid {rank.process.pid})" for rank in self._ranks))
-        passing = asyncio.create_task(self._pass_on())
+        forwarding = asyncio.create_task(self._forward_signal())
         await asyncio.gather(*map(self._watch, self._ranks))
-        passing.cancel()
+        forwarding.cancel()
         return self._status
 
     async def agree(self, request: web.Request) -> web.Response:
-        """Answer as all ranks do, or with the first that says no."""
+        """Answer 200 if all ranks do, otherwise 503 with the first negative answer."""
         answers = await self._ask_all(request.path)
         for number, (status, body) in answers.items():
             if status != HTTPStatus.OK:
-                words = f"rank {number}: {body.decode(errors='replace')}"
-                return web.Response(text=words, status=HTTPStatus.SERVICE_UNAVAILABLE)
+                text = f"rank {number}: {body.decode(errors='replace')}"
+                return web.Response(text=text, status=HTTPStatus.SERVICE_UNAVAILABLE)
         if not answers:
             return web.Response(text="starting\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         return web.Response(text=next(iter(answers.values()))[1].decode())
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Answer with the metrics of all ranks that answer in time, each with the label ``rank``."""
+        """Answer with the metrics of all ranks that respond in time, each with the label ``rank``."""
         answers = await self._ask_all(request.path)
         texts = {str(number): body.decode() for number, (status, body) in answers.items() if status == HTTPStatus.OK}
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -358,7 +358,7 @@ class _Launcher:
         return {rank.number: answer for rank, answer in zip(ranks, answers, strict=True)}
 
     async def _start(self, local_rank: int) -> _Rank:
-        """Start a rank, which is given the socket that it serves HTTP at, so that its port is known here."""
+        """Start a rank, and pass it a bound socket for its HTTP service, so that the launcher knows the port."""
         context, options = self._context, self._context.options
         role = plan(context.job).role("trainer")
         variables = role.rank_variables(options.index, local_rank=local_rank)
@@ -391,12 +391,12 @@ class _Launcher:
             self._status = code if code > 0 else _BY_SIGNAL - code
             if not self._context.stopping.is_set():
                 how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
-                log.error("rank %d ended with %s: the other ranks of this replica are ended", rank.number, how)
+                log.error("rank %d ended with %s: ending the other ranks of this replica", rank.number, how)
                 self._send(signal.SIGTERM, signal.SIGCONT)
                 asyncio.get_running_loop().call_later(END_S, self._send, signal.SIGKILL)
 
-    async def _pass_on(self) -> None:
-        """Hand the signal that ends this process to the ranks; how long they may take, whoever sent it decides."""
+    async def _forward_signal(self) -> None:
+        """Send the signal that ends this process to the ranks; its sender decides how long they may take."""
         await self._context.stopping.wait()
         self._send(signal.Signals(self._context.signal), signal.SIGCONT)
 
