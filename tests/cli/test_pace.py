@@ -85,4 +85,4 @@ def test_the_screen_shows_tasks_and_paces() -> None:
     gone = next(line for line in text.splitlines() if "rollout-1" in line)
     assert "down" in gone
     assert gone.count("–") >= 3
-    assert [line.split()[0] for line in text.splitlines() if "the driver does not hear it" in line] == ["rollout-2"]
+    assert [line.split()[0] for line in text.splitlines() if "not registered with the driver" in line] == ["rollout-2"]

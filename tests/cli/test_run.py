@@ -212,7 +212,7 @@ def test_a_signal_ends_a_run_whose_folder_no_other_has_had_and_leaves_nothing(
     out, err = run.communicate(timeout=20)
     assert (run.returncode, err) == (code, "")
     assert time.monotonic() - begun < 10
-    assert "ending everything" in out
+    assert "ending all processes" in out
     assert not any(Path(f"/proc/{placed.pid}").exists() for placed in record.processes)
     assert ports_are_closed(tmp_path / "out")
     assert not token.exists()
@@ -222,7 +222,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output(manifest, tmp_path):
     run = start("run", manifest, "--output", "out", cwd=tmp_path, steps=3)
     run.stdout.close()
     assert run.wait(30) == 0
-    assert "the output of the view is read no more" in (tmp_path / "out" / "logs" / "supervisor.log").read_text()
+    assert "the output of the view is no longer read" in (tmp_path / "out" / "logs" / "supervisor.log").read_text()
     run.communicate()
 
 

@@ -201,9 +201,9 @@ def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answ
         (ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=True), None),
         (
             Restarting(restart=Restart(replicas=(REPLICA,), attempt=1, delay_s=0.25, culprit=REPLICA, status=KILLED)),
-            "rollout-1: again in 0.2 s, as attempt 1",
+            "rollout-1: restart in 0.2 s, as attempt 1",
         ),
-        (Stopping(reason="SIGINT"), "ending everything: SIGINT"),
+        (Stopping(reason="SIGINT"), "ending all processes: SIGINT"),
     ],
 )
 def test_events_in_words(event, line):

@@ -124,7 +124,7 @@ def test_samples_are_put_in_order_and_steps_turned(address: str, open_page: Open
     at.page.get_by_label("Order").select_option("worst")
     assert "reward 0.025" in at.page.locator(".sample").first.inner_text()
     at.page.get_by_label("Order").select_option("prompt")
-    at.page.get_by_role("button", name="Samples of the step before").click()
+    at.page.get_by_role("button", name="Samples of the previous step").click()
     at.until(f"() => document.querySelector('.sample').innerText.includes('prompt {16 * (STEPS - 2)}')")
     at.page.locator("input[value=eval]").check(force=True)
     assert "No samples of an evaluation are kept" in at.text("#sample-list")

@@ -32,7 +32,7 @@ SETTLE_S = 0.1
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "LOOK_S", 0.02)
+    monkeypatch.setattr(publisher, "POLL_S", 0.02)
     monkeypatch.setattr(publisher, "ModelWatch", partial(ModelWatch, settle_s=SETTLE_S))
 
 

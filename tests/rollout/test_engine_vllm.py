@@ -373,7 +373,7 @@ async def answers(url: str, wanted: str) -> None:
 async def test_one_that_follows_a_publisher_answers_by_the_newest_weights(
     engine, folder, weights, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(publisher, "LOOK_S", 0.05)
+    monkeypatch.setattr(publisher, "POLL_S", 0.05)
     monkeypatch.setattr(publisher, "ModelWatch", partial(ModelWatch, settle_s=0.2))
     encode = Tokenizer.load(folder).encode
     seven, three = (constant(weights[V1], encode(digit)[0]) for digit in "73")

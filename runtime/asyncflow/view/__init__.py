@@ -1,1 +1,1 @@
-"""Presentation of a run to a person. Rendering is pure: a ``Frame`` goes in, lines or a rich renderable come out."""
+"""Presentation of a run to the user. Rendering is pure: it turns a ``Frame`` into lines or a rich renderable."""

@@ -1,6 +1,6 @@
-"""The console of a command, tables on it, and JSON.
+"""Console output of commands: tables and JSON.
 
-Invariant: text is printed as it is, never as markup of rich.
+Invariant: text is printed literally, never interpreted as rich markup.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rich.table import Table
 from asyncflow.plan.describe import TextTable
 
 WIDTH = 160
-"""Columns where there is no terminal whose width could be asked for."""
+"""Width in columns without a terminal."""
 
 
 def make_console(*, width: int = WIDTH) -> Console:
-    """Return a console as wide as the terminal, and ``width`` columns wide where there is none."""
+    """Return a console as wide as the terminal, or ``width`` columns wide without a terminal."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = width
@@ -27,7 +27,7 @@ def make_console(*, width: int = WIDTH) -> Console:
 
 
 def make_table(*columns: str, right: Collection[str] = ()) -> Table:
-    """Return a table without rows. right: columns of numbers."""
+    """Return a table without rows. right: columns to align right, such as numbers."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, header_style="dim", justify="right" if column in right else "left")
@@ -35,7 +35,7 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Table:
 
 
 def print_table(described: TextTable, *, width: int = WIDTH) -> None:
-    """Print a titled table, and an empty line."""
+    """Print a titled table and an empty line."""
     table = make_table(*described.columns)
     table.title, table.title_justify, table.title_style = described.title, "left", "bold"
     for row in described.rows:

@@ -1,4 +1,4 @@
-"""Rendering of findings for people. Pure: values in, lines out."""
+"""Pure rendering of the doctor's findings as lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _WIDTH = 110
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return a finding as lines: what it is, then why, then what to change."""
+    """Return a finding as lines: the problem, the reason, and the recommended change."""
     head = f"{finding.severity}: {plain(finding.what)} [{finding.name}]"
     parts = (("why", finding.why), ("change", finding.change))
-    return [head, *(line for title, words in parts for line in _wrapped(title, plain(words)))]
+    return [head, *(line for title, text in parts for line in _wrapped(title, plain(text)))]
 
 
-def _wrapped(title: str, words: str) -> list[str]:
-    return textwrap.wrap(words, _WIDTH, initial_indent=f"  {title + ':':<8}", subsequent_indent=" " * 10)
+def _wrapped(title: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {title + ':':<8}", subsequent_indent=" " * 10)

@@ -1,7 +1,7 @@
-"""Live display of a run, or of a queue that stands alone, on the terminal, as lines, or to a function.
+"""Live display of a run, a standalone queue or a publisher: on the terminal, as lines, or by calls of a function.
 
-Invariant: a reader who is slow, or does not read at all, never holds up the supervisor: the thread of the view is the
-only one that writes, and it is not waited for for more than a few seconds.
+Invariant: a slow or blocked reader of the output never blocks the supervisor: only the thread of the view writes, and
+the supervisor waits for that thread for a few seconds at most.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ M = TypeVar("M", bound=BaseModel)
 class LiveView(ABC):
     """Live display of the processes of one job or queue. ``event`` may be called from any thread and never blocks.
 
-    name: of the job or queue; folder: where its files are; http_port: of the service of its first process, on
-    127.0.0.1; placed: gives the processes as they are now.
+    name: name of the job or queue; folder: folder of its files; http_port: port of the HTTP service of its first
+    process, on 127.0.0.1; placed: returns the current state of the processes.
     """
 
     stop: Callable[[], object]
-    """Ends the run in order; set while it goes on, and called from the thread of the view."""
+    """Ends the run in order; set while the run is active, and called from the thread of the view."""
 
     def __init__(self, *, name: str, folder: Path, http_port: int, placed: Callable[[], Sequence[Placed]]) -> None:
         self._name = name
@@ -67,31 +67,31 @@ class LiveView(ABC):
         self.closed = False
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread of the view."""
         self._thread.start()
 
     def event(self, event: Event) -> None:
-        """Show what happened to a process."""
+        """Show an event of a process."""
         self._events.put((time.monotonic(), event))
 
     def close(self) -> None:
-        """Show the end. ``closed`` stays False where the thread hangs, in a write of output that is not read."""
+        """Show the end of the run. ``closed`` stays False if the thread is blocked in a write to a full pipe."""
         self._events.put((time.monotonic(), None))
         self._thread.join(_CLOSE_S + ANSWER_S)
         self.closed = not self._thread.is_alive()
 
     @abstractmethod
     def _show(self) -> None:
-        """Show everything, until ``_collect`` says that it is over."""
+        """Display the run until ``_collect`` reports its end."""
 
     def _run(self) -> None:
         try:
             self._show()
         except OSError as error:
-            _log.warning("the output of the view is read no more (%s); the run goes on", error)
+            _log.warning("the output of the view is no longer read (%s); the run continues", error)
 
     def _collect(self) -> tuple[bool, list[tuple[float, Event]]]:
-        """Wait a period. Return whether the run goes on, and events with their times."""
+        """Wait for a period. Return whether the run is active, and the new events with their times."""
         events: list[tuple[float, Event]] = []
         until = time.monotonic() + _PERIOD_S
         while (left := until - time.monotonic()) > 0:
@@ -105,12 +105,12 @@ class LiveView(ABC):
         return True, events
 
     def _ask(self, shape: type[M]) -> M | None:
-        """Return the status of the first process; None where it says nothing that can be used."""
+        """Return the status of the first process, or None without a valid answer."""
         return ask(self._http_port, shape)
 
 
 class ProgressView(LiveView):
-    """Calls ``progress`` with each new status of the driver. failure: what it raised, which ends the run."""
+    """Calls ``progress`` with each new status of the driver. failure: the exception that it raised; it ends the run."""
 
     def __init__(self, *, progress: Callable[[DriverStatus], None] | None, **options: Any) -> None:
         super().__init__(**options)
@@ -119,10 +119,10 @@ class ProgressView(LiveView):
 
     def _show(self) -> None:
         before = DriverStatus()
-        going = True
-        while going:
-            going, _ = self._collect()
-            if self._progress is None or self.failure is not None or not going:
+        active = True
+        while active:
+            active, _ = self._collect()
+            if self._progress is None or self.failure is not None or not active:
                 continue
             status = self._ask(DriverStatus)
             if status is not None and status != before:
@@ -132,9 +132,9 @@ class ProgressView(LiveView):
     def _call(self, progress: Callable[[DriverStatus], None], status: DriverStatus) -> None:
         try:
             progress(status)
-        except BaseException as error:  # noqa: BLE001  the caller's code: the run is ended, and raises it
+        except BaseException as error:  # noqa: BLE001  an error of the caller's code: it ends the run, and is raised there
             self.failure = error
-            with suppress(RuntimeError):  # the run has ended meanwhile
+            with suppress(RuntimeError):  # the run has already ended
                 self.stop()
 
 
@@ -144,31 +144,31 @@ class TextView(LiveView):
     def __init__(self, *, console: Console, **options: Any) -> None:
         super().__init__(**options)
         self._console = console
-        self._begun = self._said = time.monotonic()
-        self._told_metrics = False
+        self._started = self._printed = time.monotonic()
+        self._metrics_printed = False
 
-    def _print_beginning(self) -> None:
-        """Print where files are."""
+    def _print_folder(self) -> None:
+        """Print the folders of files and logs."""
         self._print(f"{self._name}: files in {self._folder}, logs in {self._folder / 'logs'}")
 
     def _print_metrics(self) -> None:
-        """Print once where each process serves its metrics, as soon as that is known."""
+        """Print the metrics address of each process once, as soon as all are known."""
         placed = self._placed()
-        if not self._told_metrics and placed and all(each.http for each in placed):
-            self._told_metrics = True
+        if not self._metrics_printed and placed and all(each.http for each in placed):
+            self._metrics_printed = True
             self._print(metrics_line(placed))
 
     def _stamped(self, line: str, at: float) -> str:
-        return f"{at - self._begun:7.1f} s  {line}"
+        return f"{at - self._started:7.1f} s  {line}"
 
     def _print(self, line: str, at: float | None = None) -> None:
         self._console.file.write(f"{self._stamped(line, time.monotonic() if at is None else at)}\n")
         self._console.file.flush()
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
 
 
 _QUIET_S = 5.0
-"""Most seconds of silence: with a period and a driver that is slow to answer it is never more than 10 s."""
+"""Seconds without output after which a line is printed; with a slow driver, output pauses for less than 10 s."""
 _FILES = ("summary.json", "metrics.jsonl", "samples", "job.yaml", "checkpoints", "ledger", "logs")
 
 
@@ -189,20 +189,20 @@ class RunView(TextView):
 
     def _show_live(self) -> None:
         with Live(console=self._console, auto_refresh=False) as live:
-            going = True
-            while going:
-                going, events = self._collect()
+            active = True
+            while active:
+                active, events = self._collect()
                 for at, event in events:
                     if line := event_line(event):
                         live.console.print(self._stamped(line, at))
                 live.update(screen(self._frame()), refresh=True)
 
     def _show_lines(self) -> None:
-        self._print_beginning()
+        self._print_folder()
         before = DriverStatus(phase="Pending")
-        going, ending = True, False
-        while going:
-            going, events = self._collect()
+        active, ending = True, False
+        while active:
+            active, events = self._collect()
             self._print_metrics()
             for at, event in events:
                 ending = ending or isinstance(event, Stopping)
@@ -213,15 +213,15 @@ class RunView(TextView):
                 for line in progress_lines(before, status, ending=ending):
                     self._print(line)
                 before = status
-            if going and time.monotonic() - self._said > _QUIET_S:
+            if active and time.monotonic() - self._printed > _QUIET_S:
                 self._print("ending" if ending else still(status))
 
     def _show_summary(self) -> None:
         summary = read_summary(self._folder / SUMMARY)
         if summary is not None:
             self._console.print(summary_table(summary))
-        there = [name for name in _FILES if (self._folder / name).exists()]
-        self._console.print(files_line(str(self._folder), there), soft_wrap=True)
+        existing = [name for name in _FILES if (self._folder / name).exists()]
+        self._console.print(files_line(str(self._folder), existing), soft_wrap=True)
 
     def _frame(self) -> Frame:
         answer = self._ask(DriverStatus)
@@ -231,7 +231,7 @@ class RunView(TextView):
         return Frame(
             name=self._name,
             folder=str(self._folder),
-            elapsed_s=time.monotonic() - self._begun,
+            elapsed_s=time.monotonic() - self._started,
             status=self._status,
             reachable=answer is not None,
             placed=self._placed(),
@@ -242,7 +242,10 @@ class RunView(TextView):
 
 
 class StandaloneView(TextView, Generic[M]):
-    """The view of what is served until it is told to end, in lines. address: that all dial; shape: of its status."""
+    """The view of a standalone queue or publisher, as lines.
+
+    address: address to which all processes connect; shape: type of its status.
+    """
 
     shape: type[M]
 
@@ -252,40 +255,40 @@ class StandaloneView(TextView, Generic[M]):
 
     @abstractmethod
     def _line(self, status: M) -> str:
-        """Return the line about how it is; it is printed when it is another than before."""
+        """Return the line about its state; it is printed when it has changed."""
 
     def _show(self) -> None:
-        self._print_beginning()
-        going, said = True, ""
-        while going:
-            going, events = self._collect()
+        self._print_folder()
+        active, printed = True, ""
+        while active:
+            active, events = self._collect()
             self._print_metrics()
             for at, event in events:
                 if line := event_line(event):
                     self._print(line, at)
-            status = self._ask(self.shape) if going else None
-            if status is not None and (told := self._line(status)) not in ("", said):
-                said = told
-                self._print(told)
+            status = self._ask(self.shape) if active else None
+            if status is not None and (state := self._line(status)) not in ("", printed):
+                printed = state
+                self._print(state)
 
 
 class QueueView(StandaloneView[QueueStatus]):
-    """The view of one queue. units: how many storage units it shall have."""
+    """The view of one queue. units: wanted number of storage units."""
 
     shape = QueueStatus
 
     def __init__(self, *, units: int, **options: Any) -> None:
         super().__init__(**options)
         self._units = units
-        self._whole = False
+        self._complete = False
 
     def _line(self, status: QueueStatus) -> str:
         if status.ready_units < self._units:
-            lacks, self._whole = self._whole, False
-            return f"{status.ready_units} of {self._units} storage units are there" if lacks else ""
-        self._whole = True
+            was_complete, self._complete = self._complete, False
+            return f"{status.ready_units} of {self._units} storage units are ready" if was_complete else ""
+        self._complete = True
         units = "1 storage unit" if self._units == 1 else f"{self._units} storage units"
-        return f"serving at {self._address}: {units}, room for {size(status.limit)}; Ctrl-C ends it"
+        return f"serving at {self._address}: {units}, room for {size(status.limit)}; press Ctrl-C to end"
 
 
 class PublisherView(StandaloneView[DriverStatus]):
@@ -297,5 +300,5 @@ class PublisherView(StandaloneView[DriverStatus]):
         waits = f"waiting for {status.waiting_for}" if status.waiting_for else ""
         if status.versions.bytes is None:
             return waits
-        serving = f"serving θ_{status.version} at {self._address}: {size(status.versions.bytes)}; Ctrl-C ends it"
+        serving = f"serving θ_{status.version} at {self._address}: {size(status.versions.bytes)}; press Ctrl-C to end"
         return f"{serving}; {waits}" if waits else serving

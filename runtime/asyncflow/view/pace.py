@@ -1,6 +1,6 @@
-"""Pace of each process between two looks at a run: tokens a second, and the share of the time in which it worked. Pure.
+"""Pace of each process between two observations of a run: tokens per second, and the share of busy time. Pure.
 
-Invariant: a process has a pace once it was seen twice as the same one; a share is between 0 and 1.
+Invariants: a process has a pace once the same incarnation was observed twice. A share is between 0 and 1.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from asyncflow.driver.presence import MemberState
 
 Place: TypeAlias = tuple[str, int]
 _LEAST_S = 0.2
-"""Seconds between two heartbeats below which they say too little."""
+"""Least seconds between two heartbeats from which a pace is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPace:
-    """tokens_per_second: that it generates; busy: share of the time in which it worked, None where it does not say."""
+    """Pace of one process.
+
+    tokens_per_second: rate of generated tokens; busy: share of busy time, None if the process does not report it.
+    """
 
     tokens_per_second: float
     busy: float | None
 
 
 class Paces:
-    """Paces by (role, index), over the time between the last two heartbeats that were seen."""
+    """Paces by (role, index), over the time between the last two observed heartbeats."""
 
     def __init__(self) -> None:
         self._seen: dict[Place, MemberState] = {}
         self._paces: dict[Place, ProcessPace] = {}
 
     def look(self, members: Sequence[MemberState]) -> Mapping[Place, ProcessPace]:
-        """Take in how the members do now, and return the paces that are known."""
-        there = {(member.role, member.index): member for member in members}
-        for place, member in there.items():
+        """Record the current state of the members, and return the known paces."""
+        current = {(member.role, member.index): member for member in members}
+        for place, member in current.items():
             before = self._seen.get(place)
             if before is None or not _same(before, member):
                 self._seen[place] = member
@@ -42,8 +45,8 @@ class Paces:
             elif (passed := _beat(member) - _beat(before)) >= _LEAST_S:
                 self._seen[place] = member
                 self._paces[place] = _pace(before, member, passed)
-        self._seen = {place: member for place, member in self._seen.items() if place in there}
-        self._paces = {place: pace for place, pace in self._paces.items() if place in there}
+        self._seen = {place: member for place, member in self._seen.items() if place in current}
+        self._paces = {place: pace for place, pace in self._paces.items() if place in current}
         return dict(self._paces)
 
 

@@ -1,12 +1,15 @@
-"""Rendering of a run for people: numbers in words, lines, the live screen, the summary. Pure: values in, text out.
+"""Pure rendering of a run for the user: numbers as text, lines, the live screen, and the summary.
 
-A ``Frame`` is the state of a run at one time. ``screen`` renders it for a terminal; without one,
-``progress_lines`` says in plain lines what changed since the last answer, and ``still`` how far things are where
-nothing did. ``summary_table`` shows the figures of ``summary.json``.
+A ``Frame`` is the state of a run at one time. ``screen`` renders it for a terminal. Without a terminal,
+``progress_lines`` returns plain lines about the changes since the last status, and ``still`` a line about the current
+state if nothing has changed. ``summary_table`` renders the figures of ``summary.json``.
 
-Invariants: a figure that a person sees comes from the driver's status, its summary or the record of placements; an
-absent number is a dash; a line of ``progress_lines`` says something that the line before of its kind did not; what a
-user's function raised reaches the terminal as text: a control character in it is shown, and not obeyed.
+Invariants:
+
+* Every figure comes from the driver (its status, its state of the members and its summary), from the spans or from the
+  record of placements. An absent number is shown as a dash.
+* A line of ``progress_lines`` always differs from the previous line of its kind.
+* Control characters in messages of users' functions are escaped, so they have no effect on the terminal.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with its control characters written out."""
+    """Return ``text`` with its control characters escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def amount(number: float | None) -> str:
-    """Return a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
+    """Return a number with about three significant digits: ``7``, ``0.31``, ``12.4k``, ``3.1M``."""
     if number is None:
         return ABSENT
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -48,18 +51,18 @@ def amount(number: float | None) -> str:
 
 
 def failures(counts: Mapping[str, int]) -> str:
-    """Return counts by what failed, the most frequent first: ``12 raised, 3 timeout``; ``none`` without any."""
+    """Return counts by kind of failure, the most frequent first: ``12 raised, 3 timeout``; ``none`` without any."""
     by_count = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{count} {failure}" for failure, count in by_count) or "none"
 
 
 def share(part: float | None) -> str:
-    """Return a share of one in percent."""
+    """Return a share between 0 and 1 in percent."""
     return ABSENT if part is None else f"{100 * part:.0f}%"
 
 
 def evaluated(status: DriverStatus) -> list[str]:
-    """Return the results of the last evaluation: a line for the main set, and one for each set that has a name."""
+    """Return the results of the last evaluation: a line for the main set, and one for each named set."""
     main = SetState(
         accuracy=status.eval or 0.0,
         greedy=status.eval_greedy,
@@ -84,10 +87,10 @@ def score(value: float | None) -> str:
 class Frame:
     """State of a run at one time.
 
-    name: of the job; folder: where its files are; elapsed_s: since the run began; status: the driver's last answer,
-    None before the first; reachable: whether that answer is of now; placed: the processes, in plan order; members: what
-    those that are there say of themselves; paces: by (role, index), between the last two looks; queue: by task; causes:
-    by the name of a process, why it was idle lately.
+    name: name of the job; folder: folder of its files; elapsed_s: seconds since the start of the run; status: the
+    driver's last status, None before the first; reachable: whether the driver answers now; placed: the processes, in
+    plan order; members: the states of the running members; paces: paces by (role, index) between the last two
+    observations; queue: depths by task; causes: recent causes of idleness, as text by process name.
     """
 
     name: str
@@ -107,9 +110,9 @@ _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> list[str]:
-    """Return a line for each of phase, step, evaluation and what is waited for that changed between two answers.
+    """Return lines about the changes between two statuses, such as a new phase, step, evaluation or wait.
 
-    ending: everything was told to end, so nothing is waited for any more.
+    ending: whether all processes are being ended, so that waits are not reported.
     """
     ending = ending or now.phase in OVER
     lines = []
@@ -135,7 +138,7 @@ def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = Fa
 
 
 def still(status: DriverStatus | None) -> str:
-    """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
+    """Return a line about the current state, for times without changes. status: the driver's last status."""
     if status is None:
         return "the driver does not answer yet"
     return plain(status.words)
@@ -147,12 +150,12 @@ def _eval_figures(status: DriverStatus) -> tuple[float | None, ...]:
 
 
 def metrics_line(placed: Sequence[Placed]) -> str:
-    """Return the line that says where each process serves its metrics."""
+    """Return the line with the metrics address of each process."""
     return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
 
 
 def step_line(status: DriverStatus) -> str:
-    """Return the line of the newest step."""
+    """Return the line about the newest step."""
     failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
     return (
         f"step {status.step}/{status.steps}  reward {score(status.reward)}{_components(status)}  "
@@ -162,13 +165,13 @@ def step_line(status: DriverStatus) -> str:
 
 
 def _components(status: DriverStatus) -> str:
-    """Return the means of the components of the reward, in parentheses; "" where it has none."""
-    said = ", ".join(f"{name} {score(value)}" for name, value in status.reward_components.items())
-    return f" ({said})" if said else ""
+    """Return the means of the components of the reward, in parentheses; "" if it has none."""
+    means = ", ".join(f"{name} {score(value)}" for name, value in status.reward_components.items())
+    return f" ({means})" if means else ""
 
 
 def event_line(event: Event) -> str | None:
-    """Return the line of what happened to a process; None for what goes without saying."""
+    """Return the line about an event of a process; None for an expected event."""
     match event:
         case ProcessStarted(attempt=0) | ProcessEnded(wanted=True) | ProcessEnded(status=ExitStatus(ok=True)):
             return None
@@ -178,11 +181,11 @@ def event_line(event: Event) -> str | None:
             return f"{event.replica} ended: {event.status}"
         case Restarting(restart=restart):
             replicas = ", ".join(map(str, restart.replicas))
-            return f"{replicas}: again in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
+            return f"{replicas}: restart in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
         case Scaled():
             return f"{event.role}: {event.after} wanted, not {event.before}: {event.why}"
         case Stopping():
-            return f"ending everything: {event.reason}"
+            return f"ending all processes: {event.reason}"
 
 
 _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
@@ -210,13 +213,13 @@ _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Render the summary that the driver wrote."""
+    """Render the driver's summary."""
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim")
-    for title, written, keys in _ROWS:
-        arrow = " → " if "→" in title else " / "
+    for title, render, keys in _ROWS:
+        separator = " → " if "→" in title else " / "
         values = [summary.get(key) for key in keys]
-        table.add_row(title, arrow.join(ABSENT if value is None else written(value) for value in values))
+        table.add_row(title, separator.join(ABSENT if value is None else render(value) for value in values))
     first, last = _evaluated(summary, "first"), _evaluated(summary, "last")
     for title, value in last.items():
         table.add_row(f"{title}, first → last", f"{score(first.get(title))} → {score(value)}")
@@ -231,7 +234,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _evaluated(summary: Mapping[str, Any], which: str) -> dict[str, float]:
-    """Return pass@k and the results of named sets, of the first or the last evaluation, by what they are."""
+    """Return pass@k and the results of named sets, of the first or the last evaluation, by title."""
     figures = {f"pass@{k}": value for k, value in summary.get(f"eval_pass_at_{which}", {}).items()}
     for name, result in summary.get(f"eval_sets_{which}", {}).items():
         figures[f"{name}: accuracy"] = result["accuracy"]
@@ -240,7 +243,7 @@ def _evaluated(summary: Mapping[str, Any], which: str) -> dict[str, float]:
 
 
 def files_line(folder: str, names: list[str]) -> str:
-    """Return the line that says where the files are; ``names`` are those of the folder's entries that exist."""
+    """Return the line about the files of a run. names: existing entries of the folder."""
     return f"files in {folder}: {', '.join(names)}" if names else f"files in {folder}"
 
 
@@ -317,7 +320,7 @@ def _checkpoint(status: DriverStatus) -> str:
 
 
 def _queue(tasks: Mapping[str, TaskDepth]) -> Table:
-    """Render the tasks of the queue, a column each."""
+    """Render the tasks of the queue, one column each."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("task", style="dim")
     for name in tasks:
@@ -347,8 +350,8 @@ def _roles(frame: Frame) -> Table:
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
         state = f"{rollout.state} θ{rollout.version} {rollout.inflight} in flight" if rollout else ""
         member = members.get(place)
-        silent = members and member is None and placed.state == "running" and placed.role != "driver"
-        said = ", ".join(filter(None, (state, member.state if member is not None else "")))
+        missing = members and member is None and placed.state == "running" and placed.role != "driver"
+        description = ", ".join(filter(None, (state, member.state if member is not None else "")))
         table.add_row(
             f"{placed.role}-{placed.index}",
             str(placed.pid or ABSENT),
@@ -357,7 +360,7 @@ def _roles(frame: Frame) -> Table:
             *(_pace(member, frame.paces.get(place)) if members else ()),
             *((frame.causes.get(f"{placed.role}-{placed.index}", ""),) if frame.causes else ()),
             placed.http and f"{placed.http}/metrics",
-            Text("the driver does not hear it", style="yellow") if silent else said,
+            Text("not registered with the driver", style="yellow") if missing else description,
         )
     if len(frame.placed) > _MOST_ROWS:
         table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", *[""] * (len(table.columns) - 1))
@@ -365,7 +368,7 @@ def _roles(frame: Frame) -> Table:
 
 
 def idle_words(spent: Shares) -> str:
-    """Return the causes of a process's idle time, the longest first, as shares of its time."""
+    """Return the main causes of a process's idle time, the largest first, as shares of its time."""
     idle = sorted(((seconds / spent.seconds, cause) for cause, seconds in spent.idle.items()), reverse=True)
     return ", ".join(f"{cause} {share(part)}" for part, cause in idle[:_MOST_CAUSES] if part >= _LEAST_CAUSE)
 

@@ -1,7 +1,6 @@
-"""Rendering of samples for people: a panel each. Pure: values in, text out.
+"""Pure rendering of samples, one panel each.
 
-Invariant: a text that a model or a data source wrote reaches the terminal as text; a control character in it is shown,
-and not obeyed.
+Invariant: control characters in texts of a model or a data source are escaped, so they have no effect on the terminal.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from asyncflow.view.render import plain, score
 
 
 def sample_panel(sample: SampleText) -> Panel:
-    """Render one sample: what it is, its prompt, its response, what the reward said."""
+    """Render one sample: its title, prompt, response, and details of the reward."""
     body = Table.grid(padding=(0, 1))
     body.add_column(style="dim")
     body.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""A table of where the seconds of a run's processes went; pure."""
+"""A table of how the processes of a run spent their time; pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.table import Table
 from asyncflow.timeline.causes import Shares
 
 _LEAST = 0.0005
-"""Share of a process's time below which nothing is said of it."""
+"""Least share of a process's time that is shown."""
 
 
 def shares_table(found: Mapping[str, Shares]) -> Table:
-    """Return a table: for each process its seconds, the shares of what it did, and those of why it was idle."""
+    """Return a table with the seconds of each process, and their shares by activity and by cause of idleness."""
     table = Table(box=None, pad_edge=False)
     for title in ("process", "seconds", "worked", "of that", "idle", "because of"):
         table.add_column(title, justify="right" if title in ("seconds", "worked", "idle") else "left")

@@ -1,10 +1,9 @@
-"""View of a run that somebody else started: ``asyncflow top``, from its folder or its driver's address.
+"""View of a run that another process started: ``asyncflow top``, from its folder or its driver's address.
 
-It shows what the view of ``asyncflow run`` shows (``render.screen``), refreshed while the run goes on; where there is
-no terminal, the same plain lines.
+It shows the same screen as ``asyncflow run`` (``render.screen``), refreshed while the run is active; without a
+terminal, it prints the same plain lines.
 
-Invariant: nothing of the run is changed; the view ends with the run, by ``q``, or by Ctrl-C, and a terminal is left as
-it was.
+Invariants: the view does not affect the run. It ends with the run, by ``q`` or by Ctrl-C, and restores the terminal.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from asyncflow.view.render import OVER, Frame, idle_words, progress_lines, scree
 
 PERIOD_S = 1.0
 QUIET_S = 10.0
-"""Most seconds without a line, where there is no terminal."""
-LATELY_S, CAUSES_S = 30.0, 5.0
-"""Seconds over which causes of idle time are shares, and after which they are read again."""
+"""Seconds without output after which a line is printed, without a terminal."""
+RECENT_S, CAUSES_S = 30.0, 5.0
+"""Recent seconds over which causes of idle time are computed, and interval in seconds at which they are read again."""
 _MOST_KEYS = 64
-"""Keys that are read at once."""
+"""Most bytes of keyboard input in one read."""
 GONE_S = 15.0
-"""Seconds without an answer after which a run is over, however it ended."""
+"""Seconds without an answer after which a run counts as ended."""
 
 
 class Watched(ABC):
-    """A run that is looked at. url: of its driver's HTTP, "" where it has none."""
+    """A run that is observed."""
 
     def __init__(self) -> None:
         self._paces = Paces()
         self._status: DriverStatus | None = None
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     @property
     @abstractmethod
@@ -59,22 +58,22 @@ class Watched(ABC):
 
     @abstractmethod
     def url(self) -> str:
-        """Return where the driver answers now."""
+        """Return the current URL of the driver's HTTP service, "" if there is none."""
 
     def placed(self) -> list[Placed]:
-        """Return the processes that the supervisor of this machine has on record; none of those elsewhere."""
+        """Return the processes in the supervisor's record on this machine; empty for a run on another machine."""
         return []
 
     def causes(self) -> Mapping[str, str]:
-        """Return why each process was idle lately, by its name, as far as that is known."""
+        """Return the recent causes of idleness, as text by process name, if known."""
         return {}
 
     def over(self) -> bool:
-        """Return whether the run is known to be over."""
+        """Return whether the run is known to have ended."""
         return False
 
     def frame(self) -> Frame:
-        """Return the state of the run now."""
+        """Return the current state of the run."""
         url = self.url()
         status = ask_at(url, DriverStatus) if url else None
         self._status = status or self._status
@@ -83,7 +82,7 @@ class Watched(ABC):
         return Frame(
             name=live.name if live is not None else Path(self.where).name,
             folder=self.where,
-            elapsed_s=max((member.age_s for member in members), default=time.monotonic() - self._began),
+            elapsed_s=max((member.age_s for member in members), default=time.monotonic() - self._started),
             status=self._status,
             reachable=status is not None,
             placed=self.placed()
@@ -110,30 +109,30 @@ class WatchedFolder(Watched):
         return str(self._folder.absolute())
 
     def url(self) -> str:
-        """Return what the record of placements says."""
+        """Return the URL in the record of placements."""
         record = load_record(self._folder)
         return record.http if record is not None else ""
 
     def placed(self) -> list[Placed]:
-        """Return the processes on record."""
+        """Return the recorded processes."""
         record = load_record(self._folder)
         return record.processes if record is not None else []
 
     def causes(self) -> Mapping[str, str]:
-        """Return what the spans of the last ``LATELY_S`` seconds say, read anew every ``CAUSES_S`` seconds."""
+        """Return the causes in the spans of the last ``RECENT_S`` seconds; they are read every ``CAUSES_S`` seconds."""
         if time.monotonic() - self._read > CAUSES_S:
-            spent = spent_of(self._folder, last_s=LATELY_S)
+            spent = spent_of(self._folder, last_s=RECENT_S)
             self._causes = {name: idle_words(process) for name, process in spent.items()}
             self._read = time.monotonic()
         return self._causes
 
     def over(self) -> bool:
-        """Return whether there is a summary, which is written at the end."""
+        """Return whether the summary exists, which is written at the end."""
         return (self._folder / SUMMARY).is_file()
 
 
 class WatchedDriver(Watched):
-    """A run anywhere, whose driver answers at an address."""
+    """A run on any machine, observed through its driver's HTTP service."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -150,10 +149,13 @@ class WatchedDriver(Watched):
 
 
 def watch(run: Watched, *, console: Console, once: bool = False) -> None:
-    """Show a run until it is over, or until q. once: one look only. Raises AsyncFlowError where nobody answers."""
+    """Show a run until it is over or q is pressed. Raises AsyncFlowError if its driver does not answer.
+
+    once: whether to show only the current state.
+    """
     frame = run.frame()
     if not frame.reachable:
-        hint = "asyncflow doctor DIR says what a run that is over leaves; a run that begins answers within seconds"
+        hint = "If the run has just started, try again in a few seconds; if it is over, see asyncflow doctor DIR"
         raise AsyncFlowError("no driver of a run answers", where=run.where, hint=hint)
     if once:
         time.sleep(PERIOD_S)
@@ -177,16 +179,16 @@ def _show_screen(run: Watched, console: Console) -> None:
 
 
 def _show_lines(run: Watched, console: Console) -> None:
-    before, answered, said = DriverStatus(phase="Pending"), time.monotonic(), time.monotonic()
+    before, answered, printed = DriverStatus(phase="Pending"), time.monotonic(), time.monotonic()
     while True:
         frame = run.frame()
         answered = time.monotonic() if frame.reachable else answered
         lines = progress_lines(before, frame.status) if frame.status is not None else []
-        if not lines and time.monotonic() - said > QUIET_S:
+        if not lines and time.monotonic() - printed > QUIET_S:
             lines = [still(frame.status) if frame.reachable else "the driver does not answer"]
         for line in lines:
             console.print(line, soft_wrap=True)
-            said = time.monotonic()
+            printed = time.monotonic()
         before = frame.status or before
         if _ended(run, frame, answered):
             return
@@ -201,19 +203,22 @@ def _ended(run: Watched, frame: Frame, answered: float) -> bool:
 
 @contextlib.contextmanager
 def keys_pressed() -> Iterator[Callable[[float], str]]:
-    """Read keys of the terminal without Enter meanwhile, by calls that return those of so many seconds, "" for none."""
+    """Switch the terminal to unbuffered input; yield a function that waits for keys and returns them, "" for none.
+
+    The argument of the function is the most seconds to wait. The terminal is restored at the end.
+    """
     descriptor = sys.stdin.fileno()
 
     def pressed(within_s: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], within_s)
         return os.read(descriptor, _MOST_KEYS).decode(errors="replace") if ready else ""
 
-    usual = termios.tcgetattr(descriptor)
+    saved = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
         yield pressed
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, usual)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, saved)
 
 
 def _placed(role: str, index: int, attempt: int, http: str) -> Placed:

@@ -1,1 +1,1 @@
-"""The page of a run: one document, and the JSON that it asks for, of files or of a live driver."""
+"""The page of a run: one HTML document, and the JSON that it requests from a driver or from ``asyncflow ui``."""

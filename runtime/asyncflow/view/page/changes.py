@@ -1,8 +1,10 @@
-"""Figures and events of a run since an earlier look, read from its files. Files in, JSON values out.
+"""Figures and events of a run since an earlier request, read from its files as JSON values.
 
-Invariants: whoever passes on the cursor of the last answer gets each line of ``metrics.jsonl`` and ``events.jsonl``
-once; where a file was replaced, the answer begins anew and says so; an answer is bounded: of very many steps every n-th
-is in it, and n is said.
+Invariants:
+
+* A reader that passes the cursor of the previous answer gets each line of ``metrics.jsonl`` and ``events.jsonl`` once.
+* If a file was replaced, the answer starts from the beginning and says so.
+* An answer is bounded: of very many steps it contains every n-th one, and n.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from asyncflow.driver.sample_files import SAMPLES, Purpose, sample_files
 from asyncflow.telemetry.lines import new_lines
 
 MOST_STEPS: Final = 4000
-"""Steps of one answer."""
+"""Most steps of one answer."""
 _TIMES: Final = ("at", "started", "ended")
 _COMPONENTS: Final = "reward_components"
 
 
 class ReadUpTo(msgspec.Struct, frozen=True, array_like=True):
-    """Place up to which somebody has read: inode and bytes of each file, and when samples were last added.
+    """Cursor of a reader: inode and bytes read of each file, and the modification time of the folder of samples.
 
-    samples: modification time of their folder, nanoseconds.
+    samples: that modification time in nanoseconds.
     """
 
     metrics_file: int = 0
@@ -39,7 +41,7 @@ class ReadUpTo(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what ``str`` wrote; the beginning for anything else."""
+        """Parse the output of ``str``; return the initial cursor for any other text."""
         try:
             return msgspec.convert([int(part) for part in text.split("-")], cls)
         except (ValueError, msgspec.ValidationError):
@@ -50,43 +52,44 @@ class ReadUpTo(msgspec.Struct, frozen=True, array_like=True):
 
 
 def changes(folder: Path, since: str) -> dict[str, Any]:
-    """Return what the files of a run have that a reader at the cursor ``since`` has not seen ("": all of it).
+    """Return the changes in the files of a run since the cursor ``since`` ("": everything).
 
-    ``anew``: forget what was read before; ``steps``: by figure, its values in the order of the lines, None where a line
-    lacks it; ``every``: of how many steps one is there; ``events``: lines; ``samples``: by purpose, the steps of which
-    texts are kept, absent where nothing was added; ``summary``: None before the end.
+    The answer has the next ``cursor``, and a flag that tells the reader to discard its earlier data. ``steps``: the
+    values of each figure in the order of lines, None if a line lacks it; ``every``: n, if only every n-th step is
+    included; ``events``: event lines; ``samples``: the steps with kept texts, by purpose, absent if none were added;
+    ``summary``: the summary, None before the end.
     """
     before = ReadUpTo.parse(since)
     files = _inode(folder / METRICS), _inode(folder / EVENTS)
-    anew = (before.metrics_file, before.events_file) != files
-    if anew:
+    replaced = (before.metrics_file, before.events_file) != files
+    if replaced:
         before = ReadUpTo(metrics_file=files[0], events_file=files[1])
-    steps, metrics = new_lines(folder / METRICS, before.metrics)
-    events, told = new_lines(folder / EVENTS, before.events)
-    added = _changed(folder / SAMPLES)
+    steps, metrics_end = new_lines(folder / METRICS, before.metrics)
+    events, events_end = new_lines(folder / EVENTS, before.events)
+    modified = _modified(folder / SAMPLES)
     every = -(-len(steps) // MOST_STEPS) or 1
     answer: dict[str, Any] = {
-        "cursor": str(ReadUpTo(files[0], metrics, files[1], told, added)),
-        "anew": anew,
+        "cursor": str(ReadUpTo(files[0], metrics_end, files[1], events_end, modified)),
+        "anew": replaced,
         "steps": columns(steps[::-1][::every][::-1]),
         "every": every,
         "events": [event for event in events if isinstance(event.get("event"), str)],
         "summary": read_summary(folder / SUMMARY),
     }
-    if added != before.samples:
+    if modified != before.samples:
         answer["samples"] = kept(folder)
     return answer
 
 
 def columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the numbers of ``lines`` by their name, those of components as ``component NAME``, in six digits."""
+    """Return the numbers of ``lines`` by name, with six digits; components are named ``component NAME``."""
     rows = [dict(_numbers(line)) for line in lines]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def kept(folder: Path) -> dict[Purpose, list[int]]:
-    """Return the steps of which samples are kept, by purpose."""
+    """Return the steps with kept samples, by purpose."""
     found: dict[Purpose, list[int]] = {"train": [], "eval": []}
     for file in sample_files(folder):
         if file.step not in found[file.purpose][-1:]:
@@ -95,7 +98,7 @@ def kept(folder: Path) -> dict[Purpose, list[int]]:
 
 
 def facts(job: RLJob) -> dict[str, Any]:
-    """Return in a few words what the job trains, and how."""
+    """Return the main settings of a job."""
     spec = job.spec
     return {
         "name": job.metadata.name,
@@ -128,7 +131,7 @@ def _inode(path: Path) -> int:
         return 0
 
 
-def _changed(folder: Path) -> int:
+def _modified(folder: Path) -> int:
     try:
         return os.stat(folder).st_mtime_ns
     except FileNotFoundError:

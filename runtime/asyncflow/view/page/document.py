@@ -1,7 +1,8 @@
-"""The document: one HTML file with its style and its program in it, and, where it is sent by mail, with the run too.
+"""The document: one HTML file that includes its style and its program, and in an exported file also the run's data.
 
-Invariants: the document asks for nothing from another host, and its policy lets it: style and program are known by
-their digests, so what a run wrote is never run; data lie in it as JSON in which no tag can begin.
+Invariants: the document requests nothing from other hosts, and its content security policy forbids it. The policy
+allows only the style and the program with the given digests, so text of a run is never executed. Data is embedded as
+JSON without characters that could start a tag.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 _PROGRAM: Final = ("elements.js", "figures.js", "curves.js", "tracks.js", "panels.js", "samples.js", "page.js")
-"""Files of the program, in the order in which each finds what it uses."""
+"""Files of the program; each uses only definitions of the files before it when it is loaded."""
 _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 class PageDocument(NamedTuple):
-    """A document and the Content-Security-Policy under which it works."""
+    """A document and its Content-Security-Policy header."""
 
     html: str
     policy: str
 
 
 def document(run: Mapping[str, Any] | None = None) -> PageDocument:
-    """Return the document. run: what it shows, by path of the request that it would make; None where it may ask.
+    """Return the document.
 
-    Where ``run`` has a ``title``, the document shows the timeline alone, under that.
+    run: embedded answers by path of the request; None for a document that sends requests. If ``run`` has a ``title``,
+    the document shows only the timeline, under that title.
     """
     style, program = _parts()
     sources = {
@@ -44,8 +46,8 @@ def document(run: Mapping[str, Any] | None = None) -> PageDocument:
     }
     policy = "; ".join(f"{name} {value}" for name, value in sources.items())
     data = msgspec.json.encode(run).decode()
-    for character, written in _UNSAFE.items():
-        data = data.replace(character, written)
+    for character, escaped in _UNSAFE.items():
+        data = data.replace(character, escaped)
     parts = {"POLICY": policy, "STYLE": style, "PROGRAM": program, "DATA": data}
     before, *pieces = _file("page.html").split("@@")
     html = before + "".join(parts.get(piece, piece) for piece in pieces)

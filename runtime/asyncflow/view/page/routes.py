@@ -1,8 +1,8 @@
-"""HTTP of the page, the same for a driver and for ``asyncflow ui``: its document and the JSON that it asks for.
+"""HTTP routes of the page, for a driver and for ``asyncflow ui``: the document, and the JSON that it requests.
 
-Invariants: the document holds nothing of the run, so whoever reaches the port may have it; texts of samples are served
-only where ``texts`` says so; files are read beside the event loop, one request at a time, so readers of the page cost a
-driver one thread at most.
+Invariants: the document contains no data of the run, so it is served without a key. Texts of samples are served only if
+``texts`` is set. Files are read outside the event loop, one request at a time, so readers of the page cost a driver at
+most one thread.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ def page_routes(
 ) -> list[web.RouteDef]:
     """Return the routes of the page of the run in ``folder``.
 
-    job: its ``facts``; status: of its driver, None where that does not answer; timelines: of the same folder; texts:
-    whether texts of samples are shown; key: the bearer token without which nothing of the run is answered, "" for none.
+    job: returns the job's ``facts``; status: returns the driver's status, None if the driver does not answer;
+    timelines: timelines of the same folder; texts: whether texts of samples are served; key: bearer token that requests
+    for data of the run must have, "" for none.
     """
     one_at_a_time = asyncio.Semaphore(1)
 
     def check(request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key and not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key and not hmac.compare_digest(token.encode(errors="surrogateescape"), key.encode()):
             raise web.HTTPUnauthorized(text="open the address that asyncflow ui printed: it ends with the key")
 
     async def read(reading: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -99,9 +100,9 @@ def _answer(value: Any) -> web.Response:
 
 
 def _window(request: web.Request) -> dict[str, float]:
-    """Return the window of time that is asked for. Raises HTTPBadRequest."""
+    """Return the requested window of time. Raises HTTPBadRequest."""
     try:
-        given = {name: float(request.query[name]) for name in ("begin", "end", "width") if name in request.query}
+        values = {name: float(request.query[name]) for name in ("begin", "end", "width") if name in request.query}
     except ValueError as error:
         raise web.HTTPBadRequest(text=f"begin, end and width are seconds: {error}") from error
-    return {name: value for name, value in given.items() if math.isfinite(value)}
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,9 +1,12 @@
-"""The timeline as the page draws it: columns of numbers instead of objects, and nothing shorter than a pixel.
+"""The timeline as the page draws it: columns of numbers instead of objects, without spans shorter than a pixel.
 
-Invariants: the spans of an answer are in order, and the lengths of main spans sum to the part of the track's life that
-is in the window: spans that are too short to be seen are joined, and named after what most of their time went into; an
-answer is bounded by its window and width, however long the run is; reading costs at most a twentieth of one core, for
-what was read is answered again until that much time has passed; causes are found again for the last seconds only.
+Invariants:
+
+* The spans of an answer are in order, and the lengths of main spans sum to the part of the track's life in the window.
+  Spans that are too short to be seen are joined into one, which is described by the kind with most of their time.
+* The size of an answer is bounded by its window and width, however long the run is.
+* Reading takes at most a twentieth of one core: answers are made from the last reading until enough time has passed.
+* Causes are computed again for the most recent part only.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline, Track
 
 COLUMNS: Final = 1000
-"""Widths into which a window is divided where nobody says how long the shortest span shall be."""
+"""Number of columns into which a window is divided if the request sets no width."""
 MOST_COLUMNS: Final = 6000
+"""Most columns into which a window is divided."""
 CHART_COLUMNS: Final = 200_000
-"""Widths into which the chart of a whole timeline is divided, which asks nobody for the details."""
+"""Number of columns of the chart of a whole timeline in a file, which cannot request details."""
 SETTLED_S: Final = 60.0
-"""Seconds after which the cause of an idle span is final: what others did then has been recorded."""
-_RARELY: Final = 20.0
-"""Time that passes between two readings, as a multiple of the CPU time of the last one."""
+"""Seconds after which the cause of an idle span is final, since the spans of all other processes are recorded then."""
+_READ_INTERVAL: Final = 20.0
+"""Time between two readings, as a multiple of the CPU time of the last one."""
 _KIND: Final = {kind: index for index, kind in enumerate(KINDS)}
 _CAUSE: Final = {cause: index for index, cause in enumerate(CAUSES)}
 
@@ -39,8 +43,8 @@ _CAUSE: Final = {cause: index for index, cause in enumerate(CAUSES)}
 class Timelines:
     """The timeline of the run in ``folder``, read again when enough time has passed. clock: monotonic seconds.
 
-    The first answer has no causes: they take longer to find than the spans to read, and come with the next one. While
-    one caller reads, others get what is known.
+    The first answer has no causes, since these take longer to compute than the spans to read; the next answer has them.
+    While one caller reads, other callers get the last known timeline.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,18 +53,18 @@ class Timelines:
         self._reading = threading.Lock()
         self._known: Timeline | None = None
         self._shares: dict[str, Any] = {}
-        self._again = 0.0
+        self._read_at = 0.0
 
     def shown(self, *, begin: float | None = None, end: float | None = None, width: float = 0.0) -> dict[str, Any]:
-        """Return the part of the timeline between two times as ``shown`` does, and ``role_shares`` of all of it.
+        """Return the part of the timeline between two times as ``shown`` does, and ``role_shares`` of the whole run.
 
-        ``explained``: whether causes are known.
+        ``explained``: whether the causes are known.
         """
         known = self._known
         if known is None:
             with self._reading:
                 known = self._known = self._known or self._read()
-        elif self._clock() >= self._again and self._reading.acquire(blocking=False):
+        elif self._clock() >= self._read_at and self._reading.acquire(blocking=False):
             try:
                 known = self._known = self._with_causes()
             finally:
@@ -82,12 +86,12 @@ class Timelines:
             return None
         found = attributed(timeline, known=self._known if self._shares else None)
         self._shares = role_shares(found)
-        self._again = now + _RARELY * (time.thread_time() - used)
+        self._read_at = now + _READ_INTERVAL * (time.thread_time() - used)
         return found
 
 
 def attributed(timeline: Timeline, *, known: Timeline | None) -> Timeline:
-    """Return the timeline with causes. known: the same run a while ago, with causes, which are kept where settled."""
+    """Return the timeline with causes. known: an earlier timeline of the run, whose settled causes are reused."""
     settled = known.end - SETTLED_S if known is not None else 0.0
     if known is None or known.begin != timeline.begin or settled <= timeline.begin:
         return attribute(timeline)
@@ -110,21 +114,21 @@ def attributed(timeline: Timeline, *, known: Timeline | None) -> Timeline:
 
 
 def role_shares(timeline: Timeline) -> dict[str, list[tuple[str, str, str, float]]]:
-    """Return by role how its processes spent the window: kind, cause, role that it waited for, and seconds."""
+    """Return for each role how its processes spent the time: kind, cause, awaited role, and seconds."""
     roles = {track.name: track.role for track in timeline.tracks}
     spent: dict[str, dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
     for process in shares(timeline).values():
-        of = spent[process.role]
+        by_activity = spent[process.role]
         for kind, seconds in process.kinds.items():
-            of[kind, "", ""] += seconds
+            by_activity[kind, "", ""] += seconds
         for cause, parts in process.by.items():
             for by, seconds in parts.items():
-                of["idle", cause, roles.get(by, by)] += seconds
+                by_activity["idle", cause, roles.get(by, by)] += seconds
     return {role: [(*what, round(seconds, 3)) for what, seconds in parts.items()] for role, parts in spent.items()}
 
 
 def chart(timeline: Timeline) -> dict[str, Any]:
-    """Return all of a timeline with causes, as ``Timelines.shown`` does, but as finely as it can be told in a file."""
+    """Return a whole timeline with causes as ``Timelines.shown`` does, with the resolution for a file."""
     width = (timeline.end - timeline.begin) / CHART_COLUMNS
     spent = role_shares(timeline)
     return {**shown(timeline, width=width, columns=CHART_COLUMNS), "shares": spent, "explained": True}
@@ -138,13 +142,14 @@ def shown(
     width: float = 0.0,
     columns: int = MOST_COLUMNS,
 ) -> dict[str, Any]:
-    """Return a timeline's spans between two times, Unix seconds, none shorter than ``width`` seconds but single ones.
+    """Return a timeline's spans between two times (Unix seconds); short adjacent spans are joined.
 
-    columns: the most widths into which the window is divided.
+    width: length in seconds below which spans are joined, 0 for the window divided by ``COLUMNS``; columns: most
+    columns into which the window is divided, which limits ``width`` from below.
 
-    A track's ``main`` and ``beside`` are columns: k, index of the kind; t, begin, seconds after ``zero``; d, length; s,
-    v, step and version; c, index of the cause; b, index of ``by``; n, spans that were joined. ``from``: where the
-    answer begins.
+    A track's ``main`` and ``beside`` have the columns k: index of the kind; t: begin in seconds after ``zero``; d:
+    length in seconds; s: step; v: version; c: index of the cause; b: index of the awaited process; n: number of joined
+    spans. ``from``: begin of the answer.
     """
     if timeline is None:
         return {"begin": 0.0, "end": 0.0, "from": 0.0, "zero": 0, "width": 0.0, "tracks": [], "marks": []}
@@ -179,7 +184,7 @@ def shown(
 
 
 class _Columns:
-    """Spans as columns, cut to the window from ``low`` to ``high``."""
+    """Converts spans to columns, cut to the window from ``low`` to ``high``."""
 
     def __init__(self, low: float, high: float, *, width: float, zero: int) -> None:
         self._low, self._high, self._width = low, high, width
@@ -187,7 +192,7 @@ class _Columns:
         self.bys: dict[str, int] = {"": 0}
 
     def main(self, spans: Sequence[Span]) -> dict[str, list[float]]:
-        """Return main spans; those shorter than the width that follow one another are joined until they are as long."""
+        """Return main spans; consecutive spans shorter than the width are joined until they reach it."""
         rows: list[tuple[float, ...]] = []
         short: list[Span] = []
         since, width, high = 0.0, self._width, self._high
@@ -202,19 +207,19 @@ class _Columns:
                 since = since if short else begin
                 short.append(span)
                 if end - since >= width:
-                    rows.append(self._row(_most(short), since, end, len(short)))
+                    rows.append(self._row(_dominant(short), since, end, len(short)))
                     short = []
                 continue
             if short:
-                rows.append(self._row(_most(short), since, begin, len(short)))
+                rows.append(self._row(_dominant(short), since, begin, len(short)))
                 short = []
             rows.append(self._row(span, begin, end, 1))
         if short:
-            rows.append(self._row(_most(short), since, min(short[-1].end, high), len(short)))
+            rows.append(self._row(_dominant(short), since, min(short[-1].end, high), len(short)))
         return _by_name(rows)
 
     def beside(self, spans: Iterable[Span]) -> dict[str, list[float]]:
-        """Return spans beside the main ones; short ones of a kind that follow one another closely are joined."""
+        """Return the spans beside the main ones; short spans of the same kind at short distances are joined."""
         rows: list[tuple[float, ...]] = []
         last: dict[str, tuple[Span, float, float, int]] = {}
         for span in spans:
@@ -242,15 +247,15 @@ def _by_name(rows: Sequence[tuple[float, ...]]) -> dict[str, list[float]]:
     return {name: list(column) for name, column in zip("ktdsvcbn", columns, strict=True)}
 
 
-def _most(short: Sequence[Span]) -> Span:
-    """Return that of some spans of whose kind, cause and version there is most time."""
+def _dominant(short: Sequence[Span]) -> Span:
+    """Return the first span with the kind, cause and version that have the largest total time."""
     spent: dict[tuple[str, str, int], float] = defaultdict(float)
-    one: dict[tuple[str, str, int], Span] = {}
+    first: dict[tuple[str, str, int], Span] = {}
     for span in short:
-        what = span.kind, span.cause, span.version
-        spent[what] += span.end - span.begin
-        one.setdefault(what, span)
-    return one[max(spent, key=lambda what: spent[what])]
+        key = span.kind, span.cause, span.version
+        spent[key] += span.end - span.begin
+        first.setdefault(key, span)
+    return first[max(spent, key=lambda key: spent[key])]
 
 
 def _since(track: Track, settled: float) -> Track:
@@ -261,7 +266,7 @@ def _since(track: Track, settled: float) -> Track:
 
 
 def _seamed(old: Sequence[Span], new: Sequence[Span], at: float) -> list[Span]:
-    """Return main spans: the old ones until a time within them, then the new ones, which reach back to it."""
+    """Return main spans: the old ones up to the time ``at``, then the new ones; both cover that time."""
     kept = list(old[: bisect_left(old, at, key=_begin)])
     later = list(new[max(0, bisect_right(new, at, key=_begin) - 1) :])
     if not kept:

@@ -1,7 +1,7 @@
-"""Samples of a step as the page shows them: with their texts, or with their figures alone.
+"""Samples of a step for the page: with their texts, or only their figures.
 
-Invariant: without texts nothing is passed on that a data source, a model or a reward function wrote: only numbers, how
-a response ended, and why there is no reward in a word.
+Invariant: without texts, an answer contains no text from a data source, a model or a reward function: only numbers, the
+finish reason of a response, and the kind of failure of a reward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 
 from asyncflow.driver.sample_files import Purpose, read_step
 
-_WRITTEN: Final = ("prompt", "response", "answer", "details")
+_TEXT_FIELDS: Final = ("prompt", "response", "answer", "details")
 
 
 def samples(folder: Path, *, purpose: Purpose, step: int, texts: bool) -> list[dict[str, Any]]:
-    """Return what is kept of a step or an evaluation, in the order of prompts. Raises AsyncFlowError."""
-    left_out = () if texts else _WRITTEN
+    """Return the kept samples of a step or an evaluation, in the order of prompts. Raises AsyncFlowError."""
+    left_out = () if texts else _TEXT_FIELDS
     return [
         {name: value for name, value in msgspec.to_builtins(sample).items() if name not in left_out}
         for sample in read_step(folder, purpose=purpose, step=step)

@@ -1,9 +1,9 @@
-// Curves over steps or time: one chart a card, a crosshair that all of them share, figures in the legend.
+// Curves over steps or time: one card for each chart, a crosshair shared by all charts, and values in the legend.
 
 const EDGE = { left: 46, right: 10, top: 8, bottom: 20 };
 const HEIGHT = 150;
 
-/** Round values between low and high, about `count` of them. */
+/** Return about `count` round values between low and high. */
 function ticks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -13,7 +13,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** Ticks of a time axis: whole seconds, minutes, hours. */
+/** Return ticks of a time axis at whole seconds, minutes or hours. */
 function timeTicks(high, count) {
   const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
   const step = steps.find((s) => high / s <= count) ?? Math.ceil(high / count / 86400) * 86400;
@@ -27,7 +27,7 @@ function tickTime(value) {
   return value % 60 === 0 ? `${value / 60} min` : value < 60 ? `${value} s` : `${Math.floor(value / 60)}:${String(value % 60).padStart(2, "0")}`;
 }
 
-/** A path through points; where many fall on one pixel, through the lowest and the highest of them. */
+/** Return a path through points; for many points on one pixel, through the lowest and the highest of them. */
 function through(xs, ys, x, y) {
   let path = "", open = false, column = -1, low = 0, high = 0, last = 0;
   const flush = () => {
@@ -49,7 +49,7 @@ function through(xs, ys, x, y) {
   return path;
 }
 
-/** Mean over the last `width` values, for curves that jump. */
+/** Return moving averages over the last `width` values, for noisy curves. */
 function smoothed(ys, width) {
   const out = [];
   let sum = 0, count = 0;
@@ -62,7 +62,7 @@ function smoothed(ys, width) {
 }
 
 class Chart {
-  /** board: of all charts, with the run, the axis that is chosen, and the place of the crosshair. */
+  /** board: the board of all charts, with the run, the chosen axis and the position of the crosshair. */
   constructor(board, chart) {
     this.board = board;
     this.legend = el("div", { class: "legend" });
@@ -84,8 +84,8 @@ class Chart {
       ...chart.lines.map(([name, get, colour]) => ({ name, colour, of: run.lines, get, dots: false })),
       ...(chart.points ?? []).map(([name, get, colour]) => ({ name, colour, of: run.evaluations, get, dots: true })),
     ].map((s) => {
-      const there = s.dots ? s.of.filter((line) => Number.isFinite(s.get(line))) : s.of;
-      return { ...s, steps: there.map((line) => line.step), xs: there.map(xOf), ys: there.map((line) => s.get(line) ?? NaN) };
+      const lines = s.dots ? s.of.filter((line) => Number.isFinite(s.get(line))) : s.of;
+      return { ...s, steps: lines.map((line) => line.step), xs: lines.map(xOf), ys: lines.map((line) => s.get(line) ?? NaN) };
     });
     this.entries = this.series.map((s) => {
       const value = el("b", {});
@@ -137,7 +137,7 @@ class Chart {
     this.drawing.setAttribute("aria-label", `${chart.title}: ${last}. Arrow keys move through the steps.`);
   }
 
-  /** Show the values at a step in the legend, those of the end where there is none. */
+  /** Show the values at a step in the legend; without a step, the last values. */
   aim(step) {
     const { chart, series } = this;
     this.cross?.replaceChildren();
@@ -187,7 +187,7 @@ function axisLabel(value, unit) {
   return size !== 0 && size < 1e-3 ? value.toExponential(0).replace("e-", "e−") : String(Number(value.toPrecision(3)));
 }
 
-/** Index of the step that is nearest, in an ascending list; -1 in an empty one. */
+/** Return the index of the nearest step in an ascending list; -1 for an empty one. */
 function nearest(steps, step) {
   let low = 0, high = steps.length - 1;
   if (high < 0) return -1;
@@ -198,7 +198,7 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
 }
 
-/** All charts of the run: which are shown, over which axis, and where the crosshair is. */
+/** All charts of the run, with the selection of charts, the axis, and the position of the crosshair. */
 class Board {
   constructor(run) {
     this.run = run;
@@ -222,7 +222,7 @@ class Board {
     const shown = all.filter((chart) => this.picked[chart.id] ?? (chart.shown && !chart.idle));
     const place = byId("curves");
     if (all.length === 0) {
-      place.replaceChildren(empty("There are no figures yet: the first line comes with the first step or evaluation."));
+      place.replaceChildren(empty("There are no figures yet: the first ones appear after the first step or evaluation."));
       this.charts.clear();
       return;
     }
@@ -239,7 +239,7 @@ class Board {
       this.redraw();
     }
     this.pick(all, shown);
-    say(byId("thinned"), run.every > 1 ? `of a long run, one of ${run.every} steps is drawn` : "");
+    say(byId("thinned"), run.every > 1 ? `long run: one of every ${run.every} steps is drawn` : "");
     this.table();
   }
 
@@ -247,7 +247,7 @@ class Board {
     for (const chart of this.charts.values()) chart.draw();
   }
 
-  /** Offer the charts: boxes that stay while the charts do, so the keyboard stays where it is. */
+  /** Update the checkboxes of the charts; existing ones are kept, so the keyboard focus is kept, too. */
   pick(all, shown) {
     const key = JSON.stringify(all.map((chart) => [chart.id, chart.idle]));
     if (key !== this.pickerKey) {
@@ -269,7 +269,7 @@ class Board {
     for (const chart of this.charts.values()) chart.aim(step);
   }
 
-  /** The step of the line at a part of the axis. */
+  /** Return the step at a relative position of the axis, from 0 to 1. */
   stepAt(part) {
     const { run } = this, at = this.low + Math.max(0, Math.min(1, part)) * (this.high - this.low);
     const xs = this.over === "time" ? run.lines.map((l) => l.at - run.began) : run.lines.map((l) => l.step);
@@ -285,7 +285,7 @@ class Board {
     this.aim(steps[Math.max(0, Math.min(steps.length - 1, now + by))]);
   }
 
-  /** The newest steps as a table, for who wants the numbers or reads with a screen reader. */
+  /** Show the newest steps as a table, for exact numbers and for screen readers. */
   table() {
     const { run } = this;
     if (!byId("figures").open) return;
@@ -298,11 +298,11 @@ class Board {
   }
 }
 
-/** What the reader chose is kept in the browser, where that is allowed. */
+/** Return a choice of the user that is stored in the browser, if storage is allowed. */
 function remembered(name) {
   try { return JSON.parse(localStorage.getItem(`asyncflow ${name}`)); } catch { return null; }
 }
 
 function remember(name, value) {
-  try { localStorage.setItem(`asyncflow ${name}`, JSON.stringify(value)); } catch { /* a reader without a store chooses again */ }
+  try { localStorage.setItem(`asyncflow ${name}`, JSON.stringify(value)); } catch { /* without storage, the user must choose again */ }
 }

@@ -1,8 +1,8 @@
-// Elements and words. Every text reaches the page as a text node, so what a run wrote is shown and never obeyed.
+// Elements and texts. Every text reaches the page as a text node, so text of a run is never interpreted as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Make an element. attributes: `on` + Event is a listener, null leaves one out; children: elements or texts. */
+/** Create an element. attributes: `on` + Event adds a listener, null omits the attribute; children: elements or texts. */
 function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -23,14 +23,14 @@ function fill(element, attributes, children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** Set a text, only where it is another one: a screen reader is told of nothing that did not change. */
+/** Set a text only if it differs, so that screen readers announce only changes. */
 function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 const CONTROL = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
 
-/** A text with its control characters written out, those that turn its direction among them. */
+/** Return a text with its control characters escaped, including those that change the text direction. */
 function visible(text) {
   return String(text).replace(CONTROL, (c) => {
     const code = c.charCodeAt(0);
@@ -41,7 +41,7 @@ function visible(text) {
 const ABSENT = "–";
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** A number in about four digits. */
+/** Format a number with about four digits. */
 function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return ABSENT;
   const size = Math.abs(value);
@@ -49,13 +49,13 @@ function number(value) {
   if (size >= 1e9) return `${(value / 1e9).toPrecision(3)} G`;
   if (size >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
   if (Number.isInteger(value) || size >= 1000) return grouped.format(value);
-  if (size < 1e-3) return value.toExponential(1).replace("e-", " · 10⁻").replace(/\d+$/, raised);
+  if (size < 1e-3) return value.toExponential(1).replace("e-", " · 10⁻").replace(/\d+$/, superscript);
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
 }
 
-const raised = (digits) => [...digits].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("");
+const superscript = (digits) => [...digits].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("");
 
-/** Seconds in words: `85 ms`, `3.2 s`, `4 min 05 s`, `2 h 13 min`. */
+/** Format seconds: `85 ms`, `3.2 s`, `4 min 05 s`, `2 h 13 min`. */
 function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return ABSENT;
   if (value === 0) return "0 s";
@@ -79,7 +79,7 @@ function bytes(value) {
 const percent = (share) => (share === null || share === undefined || !Number.isFinite(share) ? ABSENT
   : share > 0 && share < 0.0005 ? "< 0.1 %" : `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)} %`);
 
-/** A value with its unit: a share is shown in percent. */
+/** Format a value with its unit; a share is shown in percent. */
 function measured(value, unit = "") {
   if (unit === "share") return percent(value);
   if (unit === "s") return seconds(value);
@@ -90,10 +90,10 @@ function measured(value, unit = "") {
 const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
-/** Put elements in the place of what an element has; null leaves one out. */
+/** Replace the children of an element; null children are omitted. */
 const put = (element, ...children) => element.replaceChildren(...children.filter((child) => child !== null));
 
-/** The same for what nobody can press: what stays is kept, so neither a selection nor a place in a list is lost. */
+/** Replace non-interactive children; unchanged nodes are kept, so selections and scroll positions are kept, too. */
 function refresh(element, ...children) {
   const fresh = element.cloneNode(false);
   fresh.append(...children);
@@ -113,10 +113,10 @@ function patch(old, fresh) {
   for (const child of before.slice(after.length)) child.remove();
 }
 
-/** What is shown where there is nothing: in words, with the reason. */
+/** Return the placeholder for an empty section; the text gives the reason. */
 const empty = (...words) => el("p", { class: "empty" }, ...words);
 
-/** A horizontal bar that shows a share of one. */
+/** Return a horizontal bar for a share between 0 and 1. */
 function meter(share, kind = "") {
   const drawn = svg("svg", { class: `meter ${kind}`, viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
   drawn.append(svg("rect", { class: "all", width: 100, height: 8 }),
@@ -124,10 +124,10 @@ function meter(share, kind = "") {
   return drawn;
 }
 
-/** A colour and what it stands for. */
+/** Return a legend entry: a colour and its meaning. */
 const entry = (colour, ...words) => el("span", { class: "entry" }, el("i", { class: `dot ${colour}` }), ...words);
 
-/** A group of buttons of which one is chosen: a fieldset of radio buttons, as the keyboard knows them. */
+/** Return a group of buttons with one selected, as a fieldset of radio buttons, for keyboard use. */
 function choice(name, legend, options, chosen, changed) {
   const made = el("fieldset", { class: "choice" }, el("legend", {}, legend));
   for (const [value, words] of options) {

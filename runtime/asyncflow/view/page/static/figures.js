@@ -1,4 +1,4 @@
-// What is known of the run, made of the answers in their order, and the charts that its figures can fill.
+// The state of the run, built from the answers in order, and the charts for its figures.
 
 const OVER = ["Succeeded", "Failed", "Suspended"];
 
@@ -20,7 +20,7 @@ class Run {
     this.every = 1;
   }
 
-  /** Take over an answer of /v1/page/changes. Return whether the figures are others now. */
+  /** Add an answer of /v1/page/changes. Return whether figures or events have changed. */
   take(answer) {
     if (answer.anew) this.forget();
     const names = Object.keys(answer.steps);
@@ -30,7 +30,7 @@ class Run {
       for (const name of names) {
         if (answer.steps[name][row] !== null) line[name] = answer.steps[name][row];
       }
-      // A trainer that went back to its checkpoint makes steps again: the later line counts.
+      // A trainer that resumed from a checkpoint repeats steps: the later line counts.
       while (this.lines.length && this.lines.at(-1).step >= line.step) this.lines.pop();
       this.lines.push(line);
     }
@@ -60,14 +60,14 @@ class Run {
   get steps() { return this.status?.steps || this.job.steps || this.last.step || 0; }
   get step() { return this.status?.step ?? this.last.step ?? 0; }
 
-  /** How the run ended, "" where it goes on or nobody knows. */
+  /** How the run ended, "" if it is active or its end is unknown. */
   get end() {
     if (this.status) return OVER.includes(this.status.phase) ? this.status.phase : "";
     const last = this.events.findLast((e) => e.event === "driver started" || OVER.includes(e.event));
     return last && OVER.includes(last.event) ? last.event : "";
   }
 
-  /** Seconds from the beginning at which a step was done. */
+  /** Return the time at which a step was done, in seconds after the start of the run. */
   timeOf(step) {
     const line = this.lines.find((l) => l.step >= step);
     return (step === 0 ? this.evaluations[0]?.at ?? this.began : line?.at ?? this.seen) - this.began;
@@ -77,64 +77,64 @@ class Run {
 const share = (part, whole) => (part === undefined || !whole ? undefined : part / whole);
 const field = (name) => (line) => line[name];
 
-/** The charts: `lines` are of steps, `points` of evaluations; shown: beside what `picked` says, where it is filled. */
+/** The charts. lines: figures of steps; points: figures of evaluations; shown: whether it is shown unless the user chose. */
 const CHARTS = [
   { id: "reward", title: "Reward and evaluation", wide: true, shown: true, zero: true,
     lines: [["reward", field("reward"), 0]],
     points: [["accuracy, held out", field("accuracy"), 1], ["greedy", field("greedy"), 2]],
-    means: "mean reward of a step's samples; share of held-out answers that pass, sampled and greedy" },
+    means: "mean reward of a step's samples; share of correct held-out answers, sampled and greedy" },
   { id: "components", title: "Components of the reward", shown: true, components: true, lines: [],
     means: "means over a step's samples" },
   { id: "passes", title: "pass@k, held out", shown: true, passes: true, lines: [], points: [], unit: "share",
-    means: "share of held-out prompts of which at least one of k answers passes" },
+    means: "share of held-out prompts with at least one correct answer of k" },
   { id: "loss", title: "Loss", shown: true, lines: [["loss", field("loss"), 0]], means: "policy loss" },
   { id: "entropy", title: "Entropy", shown: true, zero: true, unit: "nat",
     lines: [["entropy", field("entropy"), 0], ["surprise", field("surprise"), 3]],
     means: "mean entropy, and mean negative log-prob of a trained token" },
   { id: "kl", title: "KL divergence", shown: true, zero: true, unit: "nat",
     lines: [["from the reference", field("kl"), 0], ["from the sampler", field("approx_kl"), 1]],
-    means: "of the trainer's weights from the reference, and from the weights that sampled" },
+    means: "divergence of the trainer's weights from the reference, and from the weights that sampled" },
   { id: "clip", title: "Clipped tokens", shown: true, zero: true, unit: "share",
     lines: [["above", field("clip_high"), 0], ["below", field("clip_low"), 1], ["dual", field("clip_dual"), 3]],
     means: "share of tokens whose ratio was clipped" },
   { id: "grad", title: "Gradient norm", shown: true, zero: true, lines: [["norm", field("grad_norm"), 0]],
-    means: "before clipping" },
+    means: "gradient norm before clipping" },
   { id: "gap", title: "Log-prob gap", shown: true, zero: true, unit: "nat",
     lines: [["mean", field("logprob_gap"), 0], ["99th percentile", field("logprob_gap_p99"), 1]],
-    means: "between engine and trainer under the same weights" },
+    means: "difference between the engine's and the trainer's log-probs under the same weights" },
   { id: "staleness", title: "Staleness", shown: true, zero: true, unit: "versions",
     lines: [["oldest token", field("staleness_start_max"), 1], ["newest", field("staleness_end_max"), 2],
       ["mean", field("staleness_token_mean"), 0]],
-    means: "versions between the weights that made a sample and those that it trains" },
+    means: "versions between the weights that made a sample and the weights that it trains" },
   { id: "seconds", title: "Time of a step", shown: true, zero: true, stacked: true, unit: "s",
-    lines: [["waits for samples", field("wait_s"), 4], ["compute", field("compute_s"), 2],
+    lines: [["wait for samples", field("wait_s"), 4], ["compute", field("compute_s"), 2],
       ["optimizer", field("optimizer_s"), 0], ["publication", field("publish_s"), 3], ["checkpoint", field("checkpoint_s"), 1]],
-    means: "what the trainer's seconds went into, one above the other" },
+    means: "the trainer's seconds by activity, stacked" },
   { id: "speed", title: "Tokens trained", shown: true, zero: true, unit: "tokens/s",
-    lines: [["a second", (l) => share(l.tokens, l.wall_s), 0]], means: "prompts and responses, over the time of a step" },
+    lines: [["per second", (l) => share(l.tokens, l.wall_s), 0]], means: "tokens of prompts and responses, divided by the time of a step" },
   { id: "length", title: "Response length", shown: true, zero: true, unit: "tokens",
     lines: [["mean", (l) => share(l.response_tokens, l.samples), 0]], means: "tokens of a response" },
   { id: "silent", title: "Samples with advantage 0", zero: true, unit: "share",
-    lines: [["share", (l) => share(l.silent_samples, l.samples), 0]], means: "from which nothing is learned" },
+    lines: [["share", (l) => share(l.silent_samples, l.samples), 0]], means: "samples that do not change the policy" },
   { id: "ratio", title: "Ratio to the old policy",
     lines: [["mean", field("ratio"), 0], ["largest", field("ratio_max"), 1]],
-    means: "probability of a token under the trainer's weights, divided by that under the old policy" },
+    means: "probability of a token under the trainer's weights, divided by its probability under the old policy" },
   { id: "rate", title: "Learning rate", zero: true,
     lines: [["policy", field("learning_rate"), 0], ["critic", field("critic_learning_rate"), 1]], means: "" },
   { id: "correction", title: "Importance weights", zero: true,
     lines: [["effective share", field("correction_ess"), 0], ["mean", field("correction_mean"), 2],
       ["largest", field("correction_max"), 1]],
-    means: "for samples of another policy than the old one" },
+    means: "importance weights of samples that another policy than the old one made" },
   { id: "critic", title: "Critic", lines: [["value loss", field("value_loss"), 0],
     ["explained variance", field("explained_variance"), 2]], means: "" },
   { id: "pairs", title: "Pairs", lines: [["accuracy", field("pair_accuracy"), 0], ["margin", field("pair_margin"), 1]],
-    means: "of chosen and rejected samples" },
+    means: "accuracy and margin over pairs of chosen and rejected samples" },
 ];
 
 const KNOWN = ["at", "started", "ended", "attempt", "ranks", "step", "samples", "tokens", "wall_s", "busy_s", "skipped",
   "reward", "entropy", "surprise", "kl", "approx_kl", "loss"];
 
-/** The charts that the run can fill, those of figures that only its back end knows among them. */
+/** Return the charts for which the run has figures, including figures that are specific to its back end. */
 function chartsOf(run) {
   const first = run.lines[0] ?? {}, last = run.last;
   const drawn = CHARTS.map((chart) => filled(chart, run)).filter((chart) => chart !== null);
@@ -145,9 +145,9 @@ function chartsOf(run) {
   return [...drawn, ...others];
 }
 
-/** A chart with the lines for which the run has figures; null where it has none. */
+/** Return a chart with the lines for which the run has figures; null if it has none. */
 function filled(chart, run) {
-  const there = (get, of) => of.some((line) => Number.isFinite(get(line)));
+  const exists = (get, of) => of.some((line) => Number.isFinite(get(line)));
   let { lines, points = [] } = chart;
   if (chart.components) {
     const names = [...new Set(run.lines.flatMap((l) => Object.keys(l).filter((n) => n.startsWith("component "))))];
@@ -161,8 +161,8 @@ function filled(chart, run) {
     const sets = [...new Set(run.evaluations.flatMap((e) => Object.keys(e.sets ?? {})))];
     points = [...points, ...sets.map((name, i) => [name, (e) => e.sets?.[name]?.accuracy, (3 + i) % 6])];
   }
-  lines = lines.filter(([, get]) => there(get, run.lines));
-  points = points.filter(([, get]) => there(get, run.evaluations));
+  lines = lines.filter(([, get]) => exists(get, run.lines));
+  points = points.filter(([, get]) => exists(get, run.evaluations));
   const zeros = lines.length > 0 && points.length === 0 && lines.every(([, get]) => run.lines.every((l) => !get(l)));
   return lines.length || points.length ? { ...chart, lines, points, idle: zeros } : null;
 }

@@ -1,4 +1,4 @@
-// What is known of now: figures in a row, the queue by task, rollouts with their versions, events, where the time goes.
+// The current state: figures, the queue by task, rollouts with their versions, events, and the use of time.
 
 const PHASE_WORDS = { Succeeded: "succeeded", Failed: "failed", Suspended: "suspended", Running: "running",
   Starting: "starting", Pending: "pending", Paused: "paused", Suspending: "suspending" };
@@ -21,7 +21,7 @@ function drawHeader(run) {
   bar.children[1].style.width = `${steps && now ? (100 / steps) * Math.min(1, now.trained / Math.max(1, now.samples)) : 0}%`;
 }
 
-/** Say what the job waits for, and how far the step in hand is. */
+/** Show what the job waits for, and the progress of the current step. */
 function drawWaits(run) {
   const { status } = run, place = byId("waits"), now = status?.stepProgress;
   const words = [];
@@ -37,8 +37,8 @@ function drawWaits(run) {
     words.push(`${plural(count, "sample has", "samples have")} no reward: ${visible(status.rewards.firstFailure.trim().split("\n").at(-1))}`);
   }
   if (!status && !run.end && run.lines.length + run.events.length > 0) {
-    words.push(`No driver answers for this run, and its files tell of no end: it was last heard of at ${clock(run.seen)}. `
-      + "If it was ended from outside, asyncflow run --resume goes on with it.");
+    words.push(`The driver does not answer, and the files do not record an end of the run. The last entry is from ${clock(run.seen)}. `
+      + "If the run was killed, asyncflow run --resume continues it.");
   }
   say(place, words.join(" "));
   place.classList.toggle("stuck", Boolean(status?.waitingFor) || (!status && !run.end));
@@ -59,7 +59,7 @@ function drawTiles(run) {
   const waited = status?.trainerWaitShare ?? (sum("wall_s") ? sum("wait_s") / sum("wall_s") : null);
   const rate = status?.tokensPerSecond || (sum("wall_s") ? sum("tokens") / sum("wall_s") : null);
   const tiles = [
-    ["Step", `${number(run.step)} of ${number(run.steps)}`, recent.length ? `${seconds(sum("wall_s") / recent.length)} a step, of the last ${recent.length}` : "none is done yet"],
+    ["Step", `${number(run.step)} of ${number(run.steps)}`, recent.length ? `${seconds(sum("wall_s") / recent.length)} a step, over the last ${recent.length}` : "none is done yet"],
     ["Reward", number(last.reward), first && run.lines.length > 1 ? `from ${number(first.reward)} at step ${first.step}` : "mean of a step's samples"],
     ["Accuracy, held out", evaluation ? percent(evaluation.accuracy) : ABSENT, evaluation
       ? `θ${subscript(evaluation.step)}${evaluation.greedy === null || evaluation.greedy === undefined ? "" : `, greedy ${percent(evaluation.greedy)}`}${before !== evaluation ? `, from ${percent(before.accuracy)}` : ""}` : "no evaluation is complete"],
@@ -77,7 +77,7 @@ function drawTiles(run) {
   tiles.forEach((texts, i) => texts.forEach((text, n) => say(place.children[i].children[n], text)));
 }
 
-/** A table, the first cell of each row being its head. */
+/** Return a table; the first cell of each row is its header. */
 function table(caption, head, rows) {
   return el("table", {}, el("caption", {}, caption), el("thead", {}, el("tr", {}, ...head.map((words) => el("th", { scope: "col" }, words)))),
     el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell, i) => el(i ? "td" : "th", i ? {} : { scope: "row" }, cell))))));
@@ -89,8 +89,8 @@ function drawTasks(run) {
     const counts = run.summary ? AUDITED.filter(([name]) => Number.isFinite(run.summary[name])) : [];
     refresh(place, counts.length ? table("Samples of the run, by the audit of the ledger", ["", "samples"],
       counts.map(([name, words]) => [words, number(run.summary[name])])) : el("h3", {}, "Queue by task"),
-    el("p", { class: "quiet note" }, run.end ? "The run is over, and its queue is gone with it. While a job runs, this shows what is ready, leased and staged."
-      : "The driver does not answer, so nobody knows how full the queue is."));
+    el("p", { class: "quiet note" }, run.end ? "The run is over, so its queue no longer exists. During a run, this shows the ready, leased and staged samples."
+      : "The driver does not answer, so the state of the queue is unknown."));
     return;
   }
   const { queue, tasks, stepProgress: now } = status;
@@ -103,13 +103,13 @@ function drawTasks(run) {
   rows.push(["train", counted(queue.ready), ABSENT, `${number(queue.staged)} staged`]);
   const room = queue.limit ? [el("p", { class: "quiet" }, `${bytes(queue.bytes)} of ${bytes(queue.limit)} are in use`), meter(queue.bytes / queue.limit)] : [];
   refresh(place, table("Queue by task", ["task", "ready", "leased", "done"], rows), ...room, depthCurve(run),
-    el("p", { class: "quiet note" }, "ready: may be taken; leased: is being worked on; staged: trained, and not yet in a checkpoint"));
+    el("p", { class: "quiet note" }, "ready: available to the task; leased: in work; staged: trained, but not yet in a checkpoint"));
 }
 
-/** Depths of the queue since this page was opened. */
+/** Return a chart of the queue's depths since this page was opened. */
 function depthCurve(run) {
   const points = run.depths;
-  if (points.length < 3) return el("p", { class: "quiet" }, "A curve of the queue is drawn from now on.");
+  if (points.length < 3) return el("p", { class: "quiet" }, "A curve of the queue appears here after a few seconds.");
   const width = 400, height = 56, begin = points[0].at, span = points.at(-1).at - begin || 1;
   const most = Math.max(1, ...points.flatMap((p) => [p.ready, p.leased, p.staged]));
   const x = (at) => ((at - begin) / span) * width, y = (value) => height - 2 - (value / most) * (height - 6);
@@ -128,13 +128,13 @@ function drawRollouts(run, timeline) {
     const lives = timeline?.tracks.filter((track) => track.role === "rollout") ?? [];
     if (lives.length === 0) {
       refresh(place, el("h3", {}, "Versions by rollout"), empty(run.end
-        ? "The run is over. While a job runs, this shows which version each rollout serves."
-        : "The driver does not answer, so nobody knows which version each rollout serves."));
+        ? "The run is over. During a run, this shows the version that each rollout serves."
+        : "The driver does not answer, so the versions of the rollouts are unknown."));
       return;
     }
     const rows = lives.map((track) => [`rollout ${track.index}${track.attempt ? `, attempt ${track.attempt}` : ""}`, versionsOf(track),
       seconds(track.end - track.begin), track.killed ? "killed" : "ended in order"]);
-    refresh(place, el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "versions it served", "life", "end"], rows)));
+    refresh(place, el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "versions served", "lifetime", "end"], rows)));
     return;
   }
   const newest = status.version;
@@ -147,10 +147,10 @@ function drawRollouts(run, timeline) {
   const phases = ["publish", "transfer", "stage", "swap"].filter((name) => Number.isFinite(spent[name])).map((name) => `${name} ${seconds(spent[name])}`);
   refresh(place, 
     rows.length ? el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "state", "serves", "behind", "sequences"], rows))
-      : el("div", {}, el("h3", {}, "Versions by rollout"), empty("No rollout is there.")),
+      : el("div", {}, el("h3", {}, "Versions by rollout"), empty("There is no rollout.")),
     el("p", { class: "quiet note" }, [`The newest version is θ${subscript(newest)}${versions?.bytes ? `, ${bytes(versions.bytes)}` : ""}.`,
-      phases.length ? `On its way, medians: ${phases.join(", ")}.` : "",
-      status.desiredRollouts !== null && status.desiredRollouts !== undefined ? `The built-in policy would have ${plural(status.desiredRollouts, "rollout")}.` : ""].filter(Boolean).join(" ")));
+      phases.length ? `Median durations of an update: ${phases.join(", ")}.` : "",
+      status.desiredRollouts !== null && status.desiredRollouts !== undefined ? `The built-in policy wants ${plural(status.desiredRollouts, "rollout")}.` : ""].filter(Boolean).join(" ")));
 }
 
 function versionsOf(track) {
@@ -159,14 +159,14 @@ function versionsOf(track) {
   return known.length === 1 ? `θ${subscript(known[0])}` : `θ${subscript(known[0])} to θ${subscript(known.at(-1))}, ${plural(known.length, "version")}`;
 }
 
-/** What an event says, in words. */
+/** Return an event's description as text. */
 function told(event) {
   if (event.event === "evaluation") {
     const sets = Object.entries(event.sets ?? {}).map(([name, set]) => `; ${visible(name)} ${percent(set.accuracy)}`).join("");
     const passes = Object.entries(event.pass_at ?? {}).map(([k, share]) => `, pass@${k} ${percent(share)}`).join("");
     return `θ${subscript(event.step)}: accuracy ${percent(event.accuracy)}${event.greedy === null || event.greedy === undefined ? "" : `, greedy ${percent(event.greedy)}`}${passes}${sets}, ${plural(event.prompts ?? 0, "prompt")}`;
   }
-  if (event.event === "step made again") return `from step ${event.step} on, by a trainer that began at its checkpoint`;
+  if (event.event === "step made again") return `from step ${event.step} on, by a trainer that resumed from its checkpoint`;
   return Object.entries(event).filter(([name]) => !["event", "at"].includes(name))
     .map(([name, value]) => `${visible(name)}: ${visible(typeof value === "object" ? JSON.stringify(value) : value)}`).join(", ");
 }
@@ -179,7 +179,7 @@ function drawEvents(run) {
   }
   const rows = run.events.slice(-500).reverse().map((event) => [
     el("time", { datetime: new Date(event.at * 1000).toISOString(), title: clock(event.at) }, seconds(event.at - run.began)), visible(event.event), told(event)]);
-  refresh(place, table(`${plural(run.events.length, "event")}, the newest first`, ["after", "event", ""], rows));
+  refresh(place, table(`${plural(run.events.length, "event")}, newest first`, ["after", "event", ""], rows));
 }
 
 function drawShares(run, timeline) {
@@ -191,14 +191,14 @@ function drawShares(run, timeline) {
   }
   const idle = Object.entries(run.status?.idleShare ?? run.summary?.idle_share ?? {});
   if (idle.length === 0) {
-    refresh(place, empty("It is not known yet how the processes spent their time."));
+    refresh(place, empty("The use of time is not known yet."));
     return;
   }
   refresh(place, ...idle.map(([role, value]) => el("div", { class: "share" }, el("b", {}, visible(role)),
     meter(1 - value), el("span", {}, `${percent(1 - value)} at work, ${percent(value)} idle`))));
 }
 
-/** How a role spent its time: work first, then, lower, idle by cause. parts: [kind, cause, by, seconds]. */
+/** Return a bar of a role's use of time: work first, then, at half height, idle time by cause. parts: [kind, cause, by, seconds]. */
 function shareBar(role, parts) {
   const total = parts.reduce((sum, part) => sum + part[3], 0) || 1;
   const sorted = [...parts].filter((part) => part[3] > 0).sort((a, b) => (a[0] === "idle") - (b[0] === "idle") || b[3] - a[3]);

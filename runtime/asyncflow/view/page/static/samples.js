@@ -1,10 +1,10 @@
-// Samples of a step with their rewards. Texts are what a model wrote: they reach the page as text only.
+// Samples of a step with their rewards. Texts of models are inserted as text nodes only.
 
 const FIRST = 8;
 const LONG = 1200;
 
 class Samples {
-  /** ask: gets the samples of a purpose and a step. */
+  /** ask: requests the samples of a purpose and a step. */
   constructor(run, ask) {
     this.run = run;
     this.ask = ask;
@@ -13,7 +13,7 @@ class Samples {
     this.order = "best";
     this.most = FIRST;
     this.key = "";
-    this.back = el("button", { type: "button", "aria-label": "Samples of the step before", onClick: () => this.turn(-1) }, "‹");
+    this.back = el("button", { type: "button", "aria-label": "Samples of the previous step", onClick: () => this.turn(-1) }, "‹");
     this.on = el("button", { type: "button", "aria-label": "Samples of the next step", onClick: () => this.turn(1) }, "›");
     this.steps = el("select", { "aria-label": "Step", onChange: () => this.choose(this.steps.value === "newest" ? null : Number(this.steps.value)) });
     this.orders = el("select", { "aria-label": "Order", onChange: () => { this.order = this.orders.value; this.draw(); } },
@@ -37,7 +37,7 @@ class Samples {
     this.update();
   }
 
-  /** Ask for the samples that are to be shown, where they are others than before. */
+  /** Request the selected samples, if the selection has changed. */
   async update() {
     const { kept, shown, purpose } = this;
     this.back.disabled = kept.indexOf(shown) <= 0;
@@ -66,7 +66,7 @@ class Samples {
     } catch (error) {
       if (this.key !== key) return;
       this.key = "";
-      byId("sample-list").replaceChildren(empty(`These samples cannot be had: ${visible(error.message)}`));
+      byId("sample-list").replaceChildren(empty(`These samples are not available: ${visible(error.message)}`));
     }
   }
 
@@ -85,8 +85,8 @@ class Samples {
     const range = extent(rewards);
     const more = sorted.length - this.most;
     put(place, strip(found, range),
-      ...(this.run.texts ? [] : [el("p", { class: "quiet" }, "This page shows no texts: whoever reaches it may read it. ",
-        el("code", {}, "asyncflow ui DIR"), " shows them to who may read the folder of the run.")]),
+      ...(this.run.texts ? [] : [el("p", { class: "quiet" }, "This page shows no texts, because it has no access control. ",
+        el("code", {}, "asyncflow ui DIR"), " shows them to users who can read the folder of the run.")]),
       ...sorted.slice(0, this.most).map((sample) => this.card(sample, range)),
       more > 0 ? el("button", { type: "button", class: "more", onClick: () => { this.most += 2 * FIRST; this.draw(); } }, `Show ${Math.min(more, 2 * FIRST)} more of ${more}`) : null);
   }
@@ -109,7 +109,7 @@ class Samples {
     return el("article", { class: "card sample" }, head, ...texts, ...parts);
   }
 
-  /** A text, the rest of a long one behind a button. */
+  /** Return the element of a text; a long text is shortened, with a button that shows all of it. */
   text(name, text, kind = "") {
     const shown = visible(text), body = el("pre", { dir: "auto" }, shown.length > LONG ? `${shown.slice(0, LONG)} …` : shown || "(empty)");
     const made = el("div", { class: `text ${kind}` }, el("h4", {}, name), body);
@@ -123,7 +123,7 @@ class Samples {
 
 const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(2)}`;
 
-/** Rewards of all samples that are kept of a step, in a line. */
+/** Return a histogram of the rewards of a step's kept samples. */
 function strip(found, range) {
   const bins = 24, counts = Array(bins).fill(0);
   const scored = found.filter((sample) => Number.isFinite(sample.reward));
@@ -133,5 +133,5 @@ function strip(found, range) {
     "aria-label": `Rewards of ${scored.length} samples, from ${number(range[0])} to ${number(range[1])}` });
   counts.forEach((count, i) => drawing.append(svg("rect", { x: i * 10 + 1, width: 8, y: 34 - Math.max(count ? 3 : 1, (count / most) * 32), height: Math.max(count ? 3 : 1, (count / most) * 32), class: count ? "f0" : "hollow" })));
   return el("div", { class: "card rewards" }, drawing, el("div", { class: "ends" }, el("span", {}, number(range[0])),
-    el("span", { class: "quiet" }, `rewards of the ${plural(scored.length, "sample")} that ${scored.length === 1 ? "is" : "are"} kept${failed ? `; ${failed} without a reward` : ""}`), el("span", {}, number(range[1]))));
+    el("span", { class: "quiet" }, `rewards of the ${plural(scored.length, "kept sample")}${failed ? `; ${failed} without a reward` : ""}`), el("span", {}, number(range[1]))));
 }

@@ -1,15 +1,15 @@
-// The timeline: a row for each process, its main spans as bars and those beside them as thin lines under them.
+// The timeline: one row for each process, with its main spans as bars and the spans beside them as thin lines below.
 
 const ROW = 20, BAR = 13, AXIS = 22;
-/** Spans take longer to read than figures: half a second of a core for 100,000 of them, much longer where that is shared. */
+/** Timeout of a request for spans. Reading 100,000 spans takes half a second of one core, and longer on a busy machine. */
 const READ_MS = 60000;
 const KIND_COLOURS = { generate: 0, prefill: 6, forward: 2, backward: 8, compute: 2, optimizer: 9, swap: 3, receive: 3, stage: 10,
   publish: 10, reward: 4, evaluation: 5, checkpoint: 7, claim: 11, fetch: 11, dispatch: 11, advantage: 4, starting: 12, idle: 13 };
 const CAUSE_COLOURS = { starved: 1, tail: 4, sync: 3, "back-pressure": 5, reward: 7, "data plane": 11, evaluation: 10, starting: 12, lost: 14, "": 13 };
 const ORDER = ["trainer", "rollout", "driver", "controller", "storage", "reference"];
-/** Roles that do what others ask: that they are idle is as it should be. */
+/** Roles that serve requests, which are normally idle. */
 const SERVERS = ["driver", "controller", "storage", "holder", "master"];
-/** Columns of the numbers that have a colour of their own, by mode. */
+/** For each mode that colours by a number, the column of that number. */
 const NUMBERS = { version: "v", step: "s" };
 const KIND_WORDS = { compute: "computes", claim: "claims", fetch: "fetches" };
 
@@ -29,7 +29,7 @@ class Tracks {
     this.key = el("div", { class: "legend" });
     const button = (words, label, act) => el("button", { type: "button", "aria-label": label, title: label, onClick: act }, words);
     byId("timeline-tools").append(
-      choice("mode", "Colours", [["kind", "what it did"], ["cause", "why it was idle"], ["version", "version"], ["step", "step"]], "kind", (mode) => { this.mode = mode; this.draw(); }),
+      choice("mode", "Colours", [["kind", "activity"], ["cause", "cause of idleness"], ["version", "version"], ["step", "step"]], "kind", (mode) => { this.mode = mode; this.draw(); }),
       el("span", { class: "steps" }, button("−", "Show a longer time", () => this.zoom(2)), button("+", "Show a shorter time", () => this.zoom(0.5)), button("all", "Show the whole run", () => this.show(null))));
     this.canvas.addEventListener("pointermove", (event) => this.move(event));
     this.canvas.addEventListener("pointerdown", (event) => { this.held = { x: event.clientX, window: this.window }; this.canvas.setPointerCapture(event.pointerId); });
@@ -48,7 +48,7 @@ class Tracks {
     place.replaceChildren(empty("reading the timeline …"));
   }
 
-  /** Get what is new of the timeline, of a run that goes on every few seconds, and only while it is looked at. */
+  /** Request the new part of the timeline every few seconds, while the run is active and the timeline is visible. */
   async follow(run) {
     this.run = run;
     const live = run.status && !run.end;
@@ -65,7 +65,7 @@ class Tracks {
     this.asked = Date.now();
     this.draw();
     this.changed();
-    if (this.timeline?.tracks.length && !this.timeline.explained && !SENT) setTimeout(() => this.follow(run), 200);
+    if (this.timeline?.tracks.length && !this.timeline.explained && !EMBEDDED) setTimeout(() => this.follow(run), 200);
   }
 
   async get(window = {}) {
@@ -81,7 +81,7 @@ class Tracks {
     return answer;
   }
 
-  /** Put the newest part, which begins at `newer.from`, in the place of what was known of that time. */
+  /** Replace the known spans from `newer.from` on by the newest part. */
   join(newer) {
     const known = this.timeline, cut = newer.from;
     const tracks = new Map(known.tracks.map((track) => [nameOf(track), track]));
@@ -98,7 +98,7 @@ class Tracks {
   get whole() { return { begin: this.timeline.begin, end: Math.max(this.timeline.end, this.timeline.begin + 1) }; }
   get window() { return this.chosen ?? this.whole; }
 
-  /** Show a window of time, null: all of it. */
+  /** Show a window of time; null for the whole run. */
   show(window) {
     const { begin, end } = this.whole;
     if (window) {
@@ -109,17 +109,17 @@ class Tracks {
     this.chosen = window;
     this.draw();
     clearTimeout(this.waiting);
-    if (window && !SENT && this.timeline.width > (window.end - window.begin) / 800) this.waiting = setTimeout(() => this.look(window), 150);
+    if (window && !EMBEDDED && this.timeline.width > (window.end - window.begin) / 800) this.waiting = setTimeout(() => this.look(window), 150);
   }
 
-  /** Get the window in detail. */
+  /** Request the window in detail. */
   async look(window) {
     const margin = (window.end - window.begin) / 2;
     try {
       const found = await this.get({ begin: window.begin - margin, end: window.end + margin });
       this.detail = { ...found, shown: { begin: window.begin - margin, end: window.end + margin } };
       this.draw();
-    } catch { /* what is drawn already stays */ }
+    } catch { /* keep the current drawing */ }
   }
 
   zoom(by, about) {
@@ -156,7 +156,7 @@ class Tracks {
     } else this.point(event);
   }
 
-  /** Say what is under the pointer. */
+  /** Describe the span or mark under the pointer. */
   point(event) {
     if (!event || !this.rows) { say(this.readout, this.hint ?? ""); return; }
     const box = this.canvas.getBoundingClientRect(), at = this.timeAt(event), y = event.clientY - box.top - AXIS;
@@ -171,10 +171,10 @@ class Tracks {
       const i = found(track[part], at, part === "main");
       if (i >= 0) { say(this.readout, this.words(source, track, track[part], i)); return; }
     }
-    say(this.readout, `${row.name}: not there`);
+    say(this.readout, `${row.name}: not running`);
   }
 
-  /** A mark in words: of a process what happened to it, of the run what happened, and where. */
+  /** Return a mark as text: an event of a process, or an event of the run. */
   told(mark) {
     const process = this.rows.some((row) => row.name === mark.of);
     const words = process ? `${mark.of} ${mark.what}` : [mark.what, mark.of].filter(Boolean).join(", ");
@@ -185,10 +185,10 @@ class Tracks {
     const kind = source.kinds[spans.k[i]], cause = source.causes[spans.c[i]], by = source.bys[spans.b[i]];
     const what = kind === "idle" ? `idle${cause ? `, ${cause}${by ? ` by ${visible(by)}` : ""}` : ""}` : KIND_WORDS[kind] ?? kind;
     const of = [spans.v[i] >= 0 ? `θ${subscript(spans.v[i])}` : "", spans.s[i] >= 0 ? `step ${spans.s[i]}` : ""].filter(Boolean).join(", ");
-    return `${nameOf(track)}: ${what} ${seconds(spans.d[i])}${of ? ` (${of})` : ""}, at ${seconds(spans.t[i] - this.whole.begin)}${spans.n[i] > 1 ? `; the most of ${spans.n[i]} short spans` : ""}`;
+    return `${nameOf(track)}: ${what} ${seconds(spans.d[i])}${of ? ` (${of})` : ""}, at ${seconds(spans.t[i] - this.whole.begin)}${spans.n[i] > 1 ? `; most of ${spans.n[i]} short spans` : ""}`;
   }
 
-  /** The answer that shows the window best. */
+  /** The answer with the best resolution for the window. */
   get source() {
     const { detail, timeline, chosen } = this;
     return chosen && detail && detail.shown.begin <= chosen.begin && detail.shown.end >= Math.min(chosen.end, timeline.end) ? detail : timeline;
@@ -197,11 +197,11 @@ class Tracks {
   draw() {
     const { timeline, place } = this;
     if (!timeline) {
-      if (this.failure) place.replaceChildren(empty(`The timeline cannot be had: ${visible(this.failure)}`));
+      if (this.failure) place.replaceChildren(empty(`The timeline is not available: ${visible(this.failure)}`));
       return;
     }
     if (timeline.tracks.length === 0) {
-      place.replaceChildren(empty("No spans are recorded in the folder of this run. On Kubernetes they lie with the pods of the roles, unless the job has claims that all of them mount."));
+      place.replaceChildren(empty("No spans are recorded in the folder of this run. On Kubernetes they are in the pods of the roles, unless all pods mount a common volume claim."));
       return;
     }
     if (this.canvas.parentNode === null) place.replaceChildren(el("div", { class: "rows" }, this.names, this.canvas), this.readout, this.key);
@@ -222,10 +222,10 @@ class Tracks {
     this.legend(source, palette);
     const { begin, end } = this.window;
     this.hint = this.chosen ? `${seconds(end - begin)} of ${seconds(this.whole.end - this.whole.begin)}; drag, or ← and →, to move`
-      : "Point at a span to read it; + and −, a double click or Ctrl with the wheel show a part of the time";
+      : "Point at a span to read it; to zoom, press + and −, double-click, or scroll with Ctrl";
     if (!this.readout.matches(":empty") && this.readout.textContent !== this.was) this.was = this.hint;
     else { this.was = this.hint; say(this.readout, this.hint); }
-    this.canvas.setAttribute("aria-label", `Timeline of ${plural(this.rows.length, "process", "processes")} over ${seconds(this.whole.end - this.whole.begin)}. + and − change how much of it is shown, arrow keys move it. Where the time goes is told in words below.`);
+    this.canvas.setAttribute("aria-label", `Timeline of ${plural(this.rows.length, "process", "processes")} over ${seconds(this.whole.end - this.whole.begin)}. + and − zoom, arrow keys move. The section "Where the time goes" below has a summary as text.`);
   }
 
   axis(pen, width, height, palette) {
@@ -301,7 +301,7 @@ class Tracks {
     }
   }
 
-  /** Name the colours that are on the canvas. */
+  /** Show the meaning of the colours on the canvas. */
   legend(source) {
     const { mode } = this, used = new Set();
     for (const track of source.tracks) {
@@ -321,16 +321,16 @@ class Tracks {
     if (key === this.legendKey) return;
     this.legendKey = key;
     this.key.replaceChildren(...dots.map(([colour, name]) => entry(colour, name)),
-      NUMBERS[mode] ? el("span", { class: "quiet" }, `each ${mode} has a colour of its own; its number is on it where there is room`) : "");
+      NUMBERS[mode] ? el("span", { class: "quiet" }, `each ${mode} has a colour of its own, and shows its number if there is room`) : "");
   }
 }
 
-/** Where a role is among others: roles of users' tasks come after the rollouts. */
+/** Return the position of a role among the rows: roles of users' tasks come after the rollouts. */
 const placeOf = (role) => (ORDER.includes(role) ? ORDER.indexOf(role) : 1.5);
 
 const nameOf = (track) => `${track.role}-${track.index}${track.attempt ? `.${track.attempt}` : ""}`;
 
-/** A row for each process, with all of its lives. */
+/** Return one row for each process, with the tracks of all its attempts. */
 function rowsOf(timeline) {
   const rows = new Map();
   for (const track of timeline.tracks) {
@@ -341,7 +341,7 @@ function rowsOf(timeline) {
   return [...rows.values()].sort((a, b) => placeOf(a.role) - placeOf(b.role) || a.role.localeCompare(b.role) || a.index - b.index);
 }
 
-/** Index of the span at a time, -1 for none. ordered: the spans follow each other without overlap. */
+/** Return the index of the span at a time, -1 for none. ordered: whether the spans do not overlap. */
 function found(spans, at, ordered) {
   if (!ordered) return spans.t.findIndex((t, i) => t <= at && at < t + spans.d[i]);
   let low = 0, high = spans.t.length - 1;
@@ -352,7 +352,7 @@ function found(spans, at, ordered) {
   return spans.t.length && spans.t[low] <= at && at < spans.t[low] + spans.d[low] ? low : -1;
 }
 
-/** Spans until `cut`, and newer ones from there on; a span that the cut divided is made whole again. */
+/** Return the old spans before `cut` and the newer ones after it; a span that the cut divides is joined again. */
 function joined(old, newer, cut) {
   const names = Object.keys(old), keep = old.t.map((t) => t < cut - 1e-6), out = {};
   for (const name of names) out[name] = old[name].filter((_, i) => keep[i]);
@@ -367,7 +367,7 @@ function joined(old, newer, cut) {
   return out;
 }
 
-/** The colours of the style, for the canvas. */
+/** Return the colours of the style sheet, for the canvas. */
 function colours() {
   const style = getComputedStyle(document.documentElement), get = (name) => style.getPropertyValue(name).trim();
   return { list: Array.from({ length: 15 }, (_, i) => get(`--c${i}`)), grid: get("--grid"), quiet: get("--quiet"), bad: get("--bad"),
