@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from asyncflow.api.load import load_job
-from asyncflow.commands.planning import Asked, plan_of
+from asyncflow.commands.planning import PlanOptions, plan_of
 from asyncflow.errors import ManifestError
 
 SETUPS = Path(__file__).parents[1] / "docs" / "guide" / "setups"
@@ -41,7 +41,7 @@ def compared(file: Path, *, simulations: int) -> tuple[str, bool]:
     began = time.process_time()
     try:
         said = SAID.get(file.stem, ())
-        plan = plan_of(file, said, Asked(devices=devices, device=device, simulations=simulations))
+        plan = plan_of(file, said, PlanOptions(devices=devices, device=device, simulations=simulations))
     except ManifestError as error:
         return f"| {file.stem} | {devices} x {Path(device).stem} | refused: {error.what} | | | | |", True
     name = f"{file.stem} | {devices} x {plan.problem.device.name}"

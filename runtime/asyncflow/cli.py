@@ -113,13 +113,13 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--svg", type=_DIRECTORY, help="Draw the flow of a training sample into this file instead.")
 @click.option("--devices", type=click.IntRange(min=2), help="Number of devices to divide for generation and training.")
 @click.option("--device", metavar="NAME|FILE", help="Kind of device; by default the usual one of the job's profile.")
-@click.option("--what-if", multiple=True, metavar="PATH=VALUE", help="Also divide them with this value, and compare.")
-@click.option("--schedules", is_flag=True, help="Also divide them under each other schedule, and compare.")
-@click.option("--probe", type=_DIRECTORY, metavar="DIR|FILE", help="A run, or fitted models, to take the times from.")
+@click.option("--what-if", multiple=True, metavar="PATH=VALUE", help="Also plan with this value, and compare.")
+@click.option("--schedules", is_flag=True, help="Also plan under every other schedule, and compare.")
+@click.option("--probe", type=_DIRECTORY, metavar="DIR|FILE", help="A run, or a file of models, with measured times.")
 @click.option("--tokens", type=click.FloatRange(min=1), help="Median number of tokens of a response.")
 @click.option("--sigma", type=click.FloatRange(min=0), help="Standard deviation of the log of that number.")
 @click.option("--prompt-tokens", type=click.FloatRange(min=1), help="Mean number of tokens of a prompt.")
-@click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most simulated plans.")
+@click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most simulations.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int | None, **options: Any) -> None:
     """Show the roles of a job and their tasks, or the best division of --devices."""
@@ -133,7 +133,7 @@ def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int 
 
     _refuse_given("svg", why="a division of devices is not drawn", hint="Leave out --devices, or this option")
     shown = {name: options.pop(name) for name in ("what_if", "schedules", "as_json")}
-    planning.divide(file, overrides, asked=planning.Asked(devices=devices, **options), **shown)
+    planning.divide(file, overrides, options=planning.PlanOptions(devices=devices, **options), **shown)
 
 
 class _FileOrCommand(click.Group):

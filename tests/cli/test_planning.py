@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow import cli
-from asyncflow.commands.planning import Asked, plan_of
+from asyncflow.commands.planning import PlanOptions, plan_of
 from asyncflow.planner.measured import models_of_split
 from asyncflow.planner.search import split_of
 
@@ -74,7 +74,7 @@ def test_json_has_the_figures_of_the_tables(job: Path, capsys) -> None:
     ],
 )
 def test_what_is_not_given_of_the_lengths_is_assumed(job: Path, given: dict, tokens: int, sigma: float, words: str):
-    plan = plan_of(job, [], Asked(devices=2, simulations=1, **given))
+    plan = plan_of(job, [], PlanOptions(devices=2, simulations=1, **given))
     lengths = plan.problem.work.responses.lengths
     assert (lengths.tokens, lengths.sigma, plan.lengths) == (tokens, sigma, words)
 
@@ -91,7 +91,7 @@ def test_what_is_planned_can_be_set(job: Path, capsys) -> None:
 
 
 def test_models_of_a_probe_replace_what_is_computed(job: Path, capsys, tmp_path: Path) -> None:
-    plan = plan_of(job, (), Asked(devices=2, simulations=1))
+    plan = plan_of(job, (), PlanOptions(devices=2, simulations=1))
     split = split_of(plan.problem, plan.job.spec)
     models = models_of_split(plan.problem.work, split.engine, split.trainer)
     slower = tmp_path / "slower.json"

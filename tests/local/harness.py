@@ -20,7 +20,7 @@ from asyncflow.local.folder import RunFolder, load_record
 from asyncflow.local.lifecycle import Event, LocalReplica
 from asyncflow.local.placement import Launch
 from asyncflow.local.scaling import Scaling
-from asyncflow.local.supervisor import Fleet, Limits
+from asyncflow.local.supervisor import ElasticRole, Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 IMPORTS = ("asyncflow.process",)
@@ -76,12 +76,12 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
         if replica.index >= wanted[replica.role].get("places", 99):
             raise ManifestError("this machine is full", where="spec.rollout")
 
-    def fleet() -> Fleet | None:
+    def elastic() -> ElasticRole | None:
         scaled = [role for role in roles if role.most > 1]
         if not scaled:
             return None
         kind = Deaf if wanted[scaled[0].name].get("deaf") else Scaling
-        return Fleet(scaling=kind(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
+        return ElasticRole(scaling=kind(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
 
     async def run() -> int:
         supervised = supervisor.Supervisor(
@@ -89,7 +89,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
             launch=launch,
             folder=folder,
             limits=limits,
-            fleet=fleet(),
+            elastic=elastic(),
             imports=IMPORTS if forked else (),
         )
         supervised.observe = tell

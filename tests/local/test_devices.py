@@ -11,7 +11,7 @@ from asyncflow.api.names import RoleName
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.local.placement import DeviceRoom, devices_of, resolve
+from asyncflow.local.placement import DeviceAllocator, devices_of, resolve
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
@@ -32,7 +32,7 @@ def role(name: RoleName, replicas: int = 1, *, count: int = 1, share: float = 1.
 
 
 def handed(*roles: Role, devices: int) -> dict[str, str]:
-    given = DeviceRoom(roles, find=lambda _: [str(index) for index in range(devices)]).given
+    given = DeviceAllocator(roles, find=lambda _: [str(index) for index in range(devices)]).assigned
     return {str(replica): value for replica, variables in given.items() for value in variables.values()}
 
 
@@ -146,7 +146,7 @@ def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> Non
     assert resolved(AUTO, visible=CUDA, devices=4, backend={"name": "counting"})[:2] == ("cpu", 0)
     asked, _ = resolve(job(AUTO | {"count": 2}, {}), find=lambda _: [])
     with pytest.raises(ManifestError, match="0 NVIDIA devices, too few for trainer 1 x 2"):
-        DeviceRoom(plan(asked).roles, find=lambda _: [])
+        DeviceAllocator(plan(asked).roles, find=lambda _: [])
 
 
 def test_what_auto_stands_for_keeps_the_rules() -> None:
@@ -171,7 +171,7 @@ def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
 def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
     chips = {"CUDA_VISIBLE_DEVICES": ["a"], "ASCEND_RT_VISIBLE_DEVICES": ["0", "1"]}
     roles = role("trainer", profile="ascend-a2"), role("rollout", profile="ascend-a3"), role("critic")
-    assert DeviceRoom(roles, find=lambda facts: chips[facts.visible]).given == {
+    assert DeviceAllocator(roles, find=lambda facts: chips[facts.visible]).assigned == {
         LocalReplica("trainer", 0): {"ASCEND_RT_VISIBLE_DEVICES": "0"},
         LocalReplica("rollout", 0): {"ASCEND_RT_VISIBLE_DEVICES": "1"},
         LocalReplica("critic", 0): {"CUDA_VISIBLE_DEVICES": "a"},
@@ -246,11 +246,11 @@ def test_no_device_is_assigned_beyond_its_whole(devices: int, wanted: list[tuple
 
 
 def test_a_replica_that_joins_is_given_what_is_left_and_nobody_else_changes() -> None:
-    room = DeviceRoom([role("trainer", 2), role("rollout", 1, count=2)], find=lambda _: [str(i) for i in range(6)])
-    before = dict(room.given)
+    room = DeviceAllocator([role("trainer", 2), role("rollout", 1, count=2)], find=lambda _: [str(i) for i in range(6)])
+    before = dict(room.assigned)
     for _ in range(2):
-        room.give(LocalReplica("rollout", 1))
-    assert room.given == before | {LocalReplica("rollout", 1): {"CUDA_VISIBLE_DEVICES": "4,5"}}
+        room.assign(LocalReplica("rollout", 1))
+    assert room.assigned == before | {LocalReplica("rollout", 1): {"CUDA_VISIBLE_DEVICES": "4,5"}}
     with pytest.raises(ManifestError, match="6 NVIDIA devices, too few for trainer 2 x 1, rollout 3 x 2"):
-        room.give(LocalReplica("rollout", 2))
-    assert len(room.given) == 4
+        room.assign(LocalReplica("rollout", 2))
+    assert len(room.assigned) == 4

@@ -75,7 +75,7 @@ def test_a_replica_that_joins_is_given_a_port_and_keeps_it(tmp_path):
     )
     for _ in range(2):
         for index in range(3):
-            given.give(LocalReplica("rollout", index))
+            given.assign(LocalReplica("rollout", index))
     served = [launch(LocalReplica("rollout", index), 0).http for index in range(3)]
     assert served == ["http://127.0.0.1:16004", "http://127.0.0.1:17000", "http://127.0.0.1:17001"]
 

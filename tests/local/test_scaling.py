@@ -38,7 +38,7 @@ def test_a_person_counts_before_the_policy_and_that_before_the_manifest(tmp_path
     scaling = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True)
     assert (seen(scaling.wanted()), scaling.wanted().why) == ((2, "manifest"), "set by the manifest")
     scaling.decide(says(4))
-    assert (seen(scaling.wanted()), scaling.wanted().why) == ((4, "policy"), "the built-in policy")
+    assert (seen(scaling.wanted()), scaling.wanted().why) == ((4, "policy"), "set by the built-in policy")
     scaling.decide(says(None))
     scaling.decide(None)
     assert seen(scaling.wanted()) == (4, "policy"), "a driver that says nothing changes nothing"
@@ -69,7 +69,7 @@ async def test_a_change_of_what_the_driver_wants_is_told_and_nothing_else(tmp_pa
         return answers.pop(0)
 
     monkeypatch.setattr("asyncflow.local.scaling.ask", answer)
-    monkeypatch.setattr("asyncflow.local.scaling._ASK_S", 0.0)
+    monkeypatch.setattr("asyncflow.local.scaling._POLL_S", 0.0)
     with pytest.raises(EOFError) if policy else contextlib.nullcontext():
         await scaling.follow(16000, lambda: told.append(seen(scaling.wanted())))
     assert told == ([(3, "policy"), (5, "policy")] if policy else [])
@@ -119,9 +119,9 @@ def test_a_run_for_which_more_was_asked_than_there_are_devices_starts_again(tmp_
     write_request(folder.requests, "rollout", 3)
     elastic = Elastic(policy=False, drain_s=1)
     with local_site([driver, rollout], folder=folder, limits=Limits(), elastic=elastic) as here:
-        fleet = here.supervisor._fleet
-        assert fleet is not None
-        here.supervisor._rescale(fleet)
+        elastic = here.supervisor._elastic
+        assert elastic is not None
+        here.supervisor._rescale(elastic)
         rollouts = [placed.index for placed in here.supervisor.placed if placed.role == "rollout"]
     folder.release()
     record = load_record(folder.path)
@@ -135,14 +135,14 @@ def test_one_that_waits_for_its_imports_leaves_at_once_and_may_come_again(tmp_pa
     folder = RunFolder.claim(tmp_path / "run")
     driver = replace(ROLE, name="driver", replicas=1, core=1, most=1, leader=True)
     with local_site([driver, ROLE], folder=folder, limits=Limits(), elastic=Elastic(policy=False, drain_s=1)) as here:
-        supervisor, fleet = here.supervisor, here.supervisor._fleet
-        assert fleet is not None
-        supervisor._rescale(fleet)
+        supervisor, elastic = here.supervisor, here.supervisor._elastic
+        assert elastic is not None
+        supervisor._rescale(elastic)
         assert len(supervisor._table.due(time.monotonic())) == 3, "from here on they count as running"
         seen = []
         for asked in (1, 2):
             write_request(folder.requests, "rollout", asked)
-            supervisor._rescale(fleet)
+            supervisor._rescale(elastic)
             seen.append([(each.state, each.attempt) for each in supervisor.placed if each.role == "rollout"])
     folder.release()
     assert seen == [[("running", 0), ("left", 0)], [("running", 0), ("waiting", 1)]]

@@ -171,7 +171,7 @@ def test_nothing_is_cut_off(address: str, open_page: OpenPage, width: int, schem
     at.page.wait_for_selector("#tracks canvas")
     at.page.wait_for_selector(".sample")
     beyond = """() => [...document.querySelectorAll('main *, header *')].filter((e) => {
-      if (e.closest('.scroll, nav, pre, .picker, svg, .heard')) return false;
+      if (e.closest('.scroll, nav, pre, .picker, svg, .visually-hidden')) return false;
       const box = e.getBoundingClientRect(); return box.width > 1 && (box.right > innerWidth + 1 || box.left < -1); })
       .map((e) => e.outerHTML.slice(0, 120))"""
     assert at.page.evaluate(beyond) == []

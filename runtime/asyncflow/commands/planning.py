@@ -48,7 +48,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanOptions:
     """Options of a plan.
 
     devices: number of devices to divide; device: name or file of their kind, None for the usual one of the job's
@@ -85,7 +85,7 @@ def divide(
     file: Path,
     overrides: Sequence[str],
     *,
-    asked: Asked,
+    options: PlanOptions,
     what_if: Sequence[str] = (),
     schedules: bool = False,
     as_json: bool = False,
@@ -95,17 +95,17 @@ def divide(
     what_if: changes of the manifest, each planned separately and compared with the job; schedules: whether to find the
     best division under every other schedule, too. Raises ManifestError, with the arithmetic, if the model does not fit.
     """
-    plan = plan_of(file, overrides, asked)
-    others = [(change, plan_of(file, [*overrides, change], asked)) for change in what_if]
+    plan = plan_of(file, overrides, options)
+    others = [(change, plan_of(file, [*overrides, change], options)) for change in what_if]
     by_schedule = _best_by_schedule(plan) if schedules else []
     if as_json:
         click.echo(json.dumps(_values(plan, others, by_schedule), indent=2))
         return
-    for line in basis(plan.problem, measured=str(asked.probe or ""), lengths=plan.lengths):
+    for line in basis(plan.problem, measured=str(options.probe or ""), lengths=plan.lengths):
         click.echo(line)
     click.echo()
     best, spec = plan.found.best, plan.job.spec
-    title = f"Best divisions of {asked.devices} devices, {described(spec.schedule)}"
+    title = f"Best divisions of {options.devices} devices, {described(spec.schedule)}"
     _print(splits_table(plan.problem, plan.found.choices[:_ROWS], title=title))
     click.echo(f"{summary(plan.found)}.\n")
     if plan.own is not None:
@@ -124,21 +124,21 @@ def divide(
         _print(splits_table(other.problem, other.found.choices[:1], title=described(other.job.spec.schedule)))
 
 
-def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
+def plan_of(file: Path, overrides: Sequence[str], options: PlanOptions) -> DevicePlan:
     """Return the plan of a job. Raises ManifestError, with the arithmetic, if its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
     engine = job.spec.rollout.engine
     if engine.name == "simulated":  # its options set the lengths of responses
         read_options(engine.options, SimulatedOptions, where=ENGINE_OPTIONS)
-    device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
+    device = _device(options.device, profile=job.spec.rollout.accelerator.profile)
     shape = _shape(job.spec.model.source)
     models = probed = None
-    if asked.probe is not None:
-        models, probed = _measured(asked.probe, otherwise=job)
-    lengths, source = _lengths(job, asked, models)
-    prompt = asked.prompt_tokens or (models.prompt_tokens if models is not None and models.prompt_tokens else None)
+    if options.probe is not None:
+        models, probed = _measured(options.probe, otherwise=job)
+    lengths, source = _lengths(job, options, models)
+    prompt = options.prompt_tokens or (models.prompt_tokens if models is not None and models.prompt_tokens else None)
     work = work_of(job.spec, lengths=lengths, prompt=prompt)
-    problem = SplitProblem(shape=shape, device=device, work=work, devices=asked.devices)
+    problem = SplitProblem(shape=shape, device=device, work=work, devices=options.devices)
     if models is not None and probed is not None:
         probe_work = work_of(probed.spec, lengths=lengths, prompt=prompt)
         split = split_of(replace(problem, work=probe_work), probed.spec)
@@ -150,7 +150,7 @@ def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
         own = choice(problem, job.spec.schedule, split_of(problem, job.spec), simulate=simulate)
     except ManifestError as error:
         misfit = error.what
-    found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations, known=[own] if own else [])
+    found = search(problem, job.spec.schedule, simulate=simulate, most=options.simulations, known=[own] if own else [])
     return DevicePlan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=source)
 
 
@@ -174,14 +174,14 @@ def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
     return Models.read(probe / MODELS), load_job(probe / JOB)
 
 
-def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:
+def _lengths(job: RLJob, options: PlanOptions, models: Models | None) -> tuple[Lengths | None, str]:
     """Return the lengths of responses (None: assumed ones), and a text that names their source."""
     most = job.spec.sampling.max_tokens
-    if asked.tokens is not None and asked.tokens > most:
+    if options.tokens is not None and options.tokens > most:
         hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
-        raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
-    if asked.tokens is not None or asked.sigma is not None:
-        tokens, sigma, source, usual = asked.tokens, asked.sigma, "as given", assumed_lengths(job.spec)
+        raise ManifestError(f"responses of {options.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
+    if options.tokens is not None or options.sigma is not None:
+        tokens, sigma, source, usual = options.tokens, options.sigma, "as given", assumed_lengths(job.spec)
         if tokens is None:
             tokens, source = usual.tokens, f"as given, their median of {usual.tokens:g} assumed"
         if sigma is None:

@@ -40,7 +40,7 @@ from asyncflow.environments.functions import check as check_environment
 from asyncflow.environments.pool import environment_process
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.flow.selection import selection_of
-from asyncflow.local.placement import DeviceRoom
+from asyncflow.local.placement import DeviceAllocator
 from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, installed, load_plugin, read_options
 from asyncflow.queue.storage.backend import BACKENDS, Backend
@@ -266,7 +266,7 @@ def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
     with findings.gather():
         check_format(spec.storage.samples.format)
     with findings.gather(), findings.here():
-        DeviceRoom(plan(job).roles)
+        DeviceAllocator(plan(job).roles)
     with findings.gather():
         _check_packages(spec, findings)
         with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:

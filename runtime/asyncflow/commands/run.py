@@ -74,7 +74,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes + preflight(job, source=str(file)):
         click.echo(f"note: {note}")
-    outcome, view, folder = _carry_out(
+    outcome, view, folder = _run_in_folder(
         job,
         output,
         overrides=overrides,
@@ -84,7 +84,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
         notify=click.echo,
     )
     if not view.closed:
-        leave(outcome)
+        exit_now(outcome)
     if outcome.exit_code and folder.job.exists():
         if outcome.refused and (kept := load_job(folder.job)) != job:
             click.echo("the changes are not kept: --resume uses the previous settings")
@@ -130,7 +130,7 @@ def train(
     for note in notes + preflight(resolved, source=source_name(job)):
         _log.info("note: %s", note)
     with _restored_signals_and_logging():
-        outcome, view, folder = _carry_out(
+        outcome, view, folder = _run_in_folder(
             resolved,
             path,
             overrides=overrides,
@@ -180,7 +180,7 @@ def _restored_signals_and_logging() -> Iterator[None]:
             logging.captureWarnings(capture=False)
 
 
-def _carry_out(
+def _run_in_folder(
     job: RLJob,
     path: Path | None,
     *,
@@ -317,7 +317,7 @@ def _run_with_view(site: LocalSite, view: LiveView) -> RunOutcome:
         view.close()
 
 
-def leave(outcome: RunOutcome) -> None:
+def exit_now(outcome: RunOutcome) -> None:
     """Exit although a thread is blocked in a write to a full pipe: interpreter shutdown would wait for its lock."""
     if outcome.failure:
         os.write(sys.stderr.fileno(), f"error: {outcome.failure}\n".encode())
@@ -392,7 +392,7 @@ def serve_alone(
     finally:
         folder.release(undo=not started)
     if not view.closed:
-        leave(outcome)
+        exit_now(outcome)
     if outcome.failure:
         raise outcome.failure
     return outcome, folder

@@ -6,16 +6,14 @@
 Invariants:
 
 * At most one supervisor holds a folder, by a lock that the kernel releases when its process ends.
-* An existing run is never overwritten or deleted: it is continued on request (``resume``), or moved aside as a whole
-  (``fresh``). A start that made no progress, no step and no evaluation, does not count as a run: the next one replaces
-  it. A start never removes files that it has not made. If a role refuses the new settings of a resumed run, the run
-  keeps its old ones.
-* Fields that the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes) never change
-  when a run is resumed, and the number of steps only grows.
-* An attempt is recorded before its process exists, so a resumed job never reuses an attempt. If the record is missing,
-  damaged, or written by a supervisor without that role, the used attempts are read from the logs and the checkpoints.
-* A line that the supervisor adds to a log begins with ``---``. A log that cannot be written or read loses lines, but
-  stops no process.
+* A run is never overwritten or deleted: it is continued on request (``resume``), or moved aside (``fresh``). A start
+  without progress (no step and no evaluation) does not count as a run: the next start replaces it. Only files that such
+  a start has made are removed. If a role refuses the new settings of a resumed run, the run keeps its old ones.
+* Fields that the contract declares frozen (``frozen_fields``, enforced by the API server on Kubernetes) never change on
+  resumption, and the number of steps only grows.
+* An attempt is recorded before its process exists, so it is never reused. If the record is missing, damaged, or lacks
+  the role, the used attempts are read from the logs and the checkpoints.
+* A line that the supervisor adds to a log begins with ``---``. A log that cannot be written or read stops no process.
 """
 
 from __future__ import annotations
@@ -111,9 +109,9 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """All replicas placed by one supervisor.
 
-    mark: mark of the run in the environment of its processes; supervisor: pid of the supervisor; driver: address to
-    which all processes connect; http: URL of the first replica's status; control: URL of the driver's control service,
-    "" without a driver; scales: wanted numbers of replicas of elastic roles.
+    mark: mark of the run in its processes' environment; supervisor: its pid; driver: address to which all processes
+    connect; http: URL of the first replica's status; control: URL of the driver's control service, "" without a driver;
+    scales: wanted numbers of replicas of elastic roles.
     """
 
     mark: str
@@ -174,7 +172,7 @@ def _first_in_logs(folder: Path, role: str) -> int:
 
 @contextlib.contextmanager
 def open_log(path: Path) -> Iterator[TextIO]:
-    """Open a log of this process; an OSError when it is closed, such as a full disk, is ignored."""
+    """Open a log of this process; an OSError on closing, such as a full disk, is ignored."""
     log = path.open("a", encoding="utf-8")
     try:
         yield log
@@ -278,10 +276,9 @@ def _text(value: Any) -> str:
 class RunFolder:
     """The folder of a run, a queue or a published model, whose lock this process holds until ``release``.
 
-    moved_to: new path of the run that was moved aside, if any; made: the folders that were created for this one,
-    innermost first; own: names of folders inside it that did not exist before, so only this run can make them; name:
-    name of the manifest file; before: old contents of the settings files of a resumed run (None: absent); figures: size
-    of the metrics file in bytes when the folder was claimed.
+    moved_to: new path of the run that was moved aside, if any; made: folders created for this one, innermost first;
+    own: folders inside it that did not exist before; name: name of the manifest file; before: old contents of the
+    settings files of a resumed run (None: absent); figures: initial size of the metrics file in bytes.
     """
 
     path: Path
@@ -391,9 +388,9 @@ class RunFolder:
     def release(self, *, undo: bool = False) -> None:
         """Remove the token and release the lock of the folder.
 
-        undo: whether to undo this start, because it was refused. Unless the run has made progress, everything that the
-        start has made is removed, including the folder, and the run that it moved aside is moved back. A resumed run
-        gets its old settings back, unless it made a step with the new ones.
+        undo: whether to undo this start, because it was refused. Unless the run has made progress, all files of the
+        start are removed, and the run that it moved aside is moved back. A resumed run gets its old settings back,
+        unless it made a step with the new ones.
         """
         with contextlib.suppress(OSError):
             self.token.unlink()
@@ -578,10 +575,7 @@ def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
 
 
 def _end_predecessor(path: Path) -> None:
-    """End the processes that the folder's last supervisor left running.
-
-    That supervisor has ended, since this process holds its lock. A damaged record is renamed, since it cannot be used.
-    """
+    """End the processes that the folder's last supervisor, which has ended, left running; rename a damaged record."""
     record, file = load_record(path), processes_of(path)
     if record is not None:
         reaper.sweep(mark=record.mark, sessions=())

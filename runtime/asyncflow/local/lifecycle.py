@@ -8,8 +8,8 @@ success, they restart, too. If a role is scaled, its replicas with the lowest in
 which is no failure, and restarts, as the next attempt, only when it is wanted again. A group that ended because the
 leader dismissed it restarts if the leader fails, since the next leader needs it, or if the leader keeps running.
 
-At the end of a job, the roles end in this order: rollouts, which return their leased rows; trainers, which may write a
-checkpoint; the driver; and the roles that all others depend on.
+At the end of a job, the roles end in this order: rollouts and tasks, which return their leased rows; trainers, which
+may write a checkpoint; the critic and the driver; controllers and storage units; and the stores of storage units.
 
 Invariants:
 
@@ -79,7 +79,7 @@ class ExitStatus:
 
     @property
     def disrupted(self) -> bool:
-        """True if the process lost its work because another process failed, which is no failure of its role."""
+        """True if the process lost its work because another process ended, which is no failure of its role."""
         return self.status == DISRUPTED
 
     def __str__(self) -> str:
@@ -127,10 +127,9 @@ class LocalReplica:
 class ProcessState(StrEnum):
     """State of a replica.
 
-    waiting: it is to be started; running; ending: it was told to end because another member of its group failed; down:
-    it ended, and the rest of its group is still ending; leaving: it was told to end because fewer replicas are wanted;
-    left: it ended after leaving; done: it ended by itself with success; ended: it failed or was ended after the job
-    had its result.
+    waiting: it is to be started; running; ending: it was told to end because its group restarts; down: it ended, and
+    the rest of its group is still ending; leaving: it was told to end because fewer replicas are wanted; left: it ended
+    after leaving; done: it ended with success; ended: it ended in another way after the job had its result.
     """
 
     WAITING = "waiting"

@@ -150,16 +150,16 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
     for place, worker, plugin in _computing(job.spec):
         if worker.accelerator.profile != AUTO:
             continue
-        asked = worker.accelerator.count
-        usual = job.spec.trainer.local_ranks if place == ("trainer",) else 1
-        profile = _found(asked or usual, find)
-        count = asked or usual if profile is not None else asked
-        if plugin in ON_CPU and not asked:
+        requested = worker.accelerator.count
+        default = job.spec.trainer.local_ranks if place == ("trainer",) else 1
+        profile = _available_profile(requested or default, find)
+        count = requested or default if profile is not None else requested
+        if plugin in ON_CPU and not requested:
             profile, count, why = "cpu", 0, f"{plugin} computes on the CPU"
         elif profile is not None:
             why = f"{PROFILES[profile].title} devices of this machine: {len(find(PROFILES[profile]))}"
         else:
-            profile, why = "nvidia" if asked else "cpu", "this machine has no device"
+            profile, why = "nvidia" if requested else "cpu", "this machine has no device"
         reduce(getitem, place, data["spec"])["accelerator"] |= {"profile": profile, "count": count}
         notes.append(
             f"spec.{'.'.join(map(str, place))}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}"
@@ -183,17 +183,17 @@ def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSp
     yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks) if task.function is not None)
 
 
-def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
+def _available_profile(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
     """Return the profile of this machine's devices, None if it has none; prefer a profile that allows ``count``."""
-    here = [name for name, facts in PROFILES.items() if facts.files and find(facts)]
-    return next((name for name in here if count in PROFILES[name].legal_counts), here[0] if here else None)
+    names = [name for name, facts in PROFILES.items() if facts.files and find(facts)]
+    return next((name for name in names if count in PROFILES[name].legal_counts), names[0] if names else None)
 
 
-class DeviceRoom:
+class DeviceAllocator:
     """Assignment of this machine's devices to the processes that request some.
 
-    given: the variables that name the devices of each replica. A role whose template names its devices has those, and
-    they are assigned to no other role.
+    assigned: the variables that name the devices of each replica. A role whose template names its devices has those,
+    and they are assigned to no other role.
     """
 
     def __init__(self, roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of) -> None:
@@ -202,33 +202,33 @@ class DeviceRoom:
         Raises ManifestError if the machine or a template has too few devices, or if a template names the same devices
         for all processes of a gang.
         """
-        self._asking: dict[str, Role] = {role.name: role for role in roles if role.resources.accelerators}
-        self._room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, self._asking.values())}
-        self.given: dict[LocalReplica, dict[str, str]] = {}
-        for role in self._asking.values():
+        self._roles: dict[str, Role] = {role.name: role for role in roles if role.resources.accelerators}
+        self._free = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, self._roles.values())}
+        self.assigned: dict[LocalReplica, dict[str, str]] = {}
+        for role in self._roles.values():
             visible = _facts(role).visible
             if visible in role.env:
-                self._room[visible].update(dict.fromkeys(_own(role), 0.0))
-        for role in sorted(self._asking.values(), key=lambda role: -role.resources.share * role.resources.accelerators):
+                self._free[visible].update(dict.fromkeys(_own(role), 0.0))
+        for role in sorted(self._roles.values(), key=lambda role: -role.resources.share * role.resources.accelerators):
             for index in range(role.replicas):
-                self.give(LocalReplica(role.name, index))
+                self.assign(LocalReplica(role.name, index))
 
-    def give(self, replica: LocalReplica) -> None:
+    def assign(self, replica: LocalReplica) -> None:
         """Assign devices to a replica that has none yet. Raises ManifestError if there are too few."""
-        role = self._asking.get(replica.role)
-        if role is None or replica in self.given or _facts(role).visible in role.env:
+        role = self._roles.get(replica.role)
+        if role is None or replica in self.assigned or _facts(role).visible in role.env:
             return
         visible, wanted = _facts(role).visible, role.resources
-        room, peers = self._room[visible], [each for each in self.given if role.linked and each.role == role.name]
-        taken = {device for peer in peers for device in self.given[peer][visible].split(",")}
-        chosen = _roomiest(room, count=wanted.accelerators, share=wanted.share, without=taken)
+        free, peers = self._free[visible], [each for each in self.assigned if role.linked and each.role == role.name]
+        taken = {device for peer in peers for device in self.assigned[peer][visible].split(",")}
+        chosen = _most_free(free, count=wanted.accelerators, share=wanted.share, without=taken)
         if len(chosen) < wanted.accelerators:
             grown = replace(role, replicas=max(role.replicas, replica.index + 1))
-            asking = [grown if each.name == role.name else each for each in self._asking.values()]
-            raise _too_few(role, asking, found=len(room))
+            requesting = [grown if each.name == role.name else each for each in self._roles.values()]
+            raise _too_few(role, requesting, found=len(free))
         for device in chosen:
-            room[device] -= wanted.share
-        self.given[replica] = {visible: ",".join(chosen)}
+            free[device] -= wanted.share
+        self.assigned[replica] = {visible: ",".join(chosen)}
 
 
 def _own(role: Role) -> tuple[str, ...]:
@@ -267,21 +267,21 @@ def _named(variable: str) -> tuple[str, ...]:
     return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
-def _roomiest(room: Mapping[str, float], *, count: int, share: float, without: Collection[str]) -> list[str]:
-    fitting = [device for device, left in room.items() if left >= share - _ROUNDING and device not in without]
-    order = list(room)
-    return sorted(sorted(fitting, key=lambda device: -room[device])[:count], key=order.index)
+def _most_free(free: Mapping[str, float], *, count: int, share: float, without: Collection[str]) -> list[str]:
+    fitting = [device for device, left in free.items() if left >= share - _ROUNDING and device not in without]
+    order = list(free)
+    return sorted(sorted(fitting, key=lambda device: -free[device])[:count], key=order.index)
 
 
-def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError:
+def _too_few(role: Role, requesting: Sequence[Role], *, found: int) -> ManifestError:
     facts = _facts(role)
-    wanted = [each for each in asking if _facts(each).visible == facts.visible]
-    asked = ", ".join(f"{each.name} {each.replicas} x {_amount(each)}" for each in wanted)
+    wanted = [each for each in requesting if _facts(each).visible == facts.visible]
+    demand = ", ".join(f"{each.name} {each.replicas} x {_amount(each)}" for each in wanted)
     alone = (
         "; ranks of a trainer never share one" if any(each.gang and each.resources.share < 1 for each in wanted) else ""
     )
     return ManifestError(
-        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
+        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {demand}{alone}",
         where=f"{_section(role)}.accelerator",
         hint="Lower replicas or count, or let roles share a device (accelerator.share); if this count lacks a device, "
         f"name all devices in {facts.visible}",
@@ -329,11 +329,11 @@ class Places:
     ) -> None:
         self._ports = dict(ports)
         self._another_port = another_port
-        self._devices = DeviceRoom(roles)
+        self._devices = DeviceAllocator(roles)
 
-    def give(self, replica: LocalReplica) -> None:
+    def assign(self, replica: LocalReplica) -> None:
         """Assign a port and devices to a replica that has none yet. Raises AsyncFlowError if too few are free."""
-        self._devices.give(replica)
+        self._devices.assign(replica)
         if replica not in self._ports:
             self._ports[replica] = self._another_port()
 
@@ -343,7 +343,7 @@ class Places:
 
     def devices(self, replica: LocalReplica) -> Mapping[str, str]:
         """Return the environment variables that name the devices of a replica."""
-        return self._devices.given.get(replica, {})
+        return self._devices.assigned.get(replica, {})
 
 
 def launcher(

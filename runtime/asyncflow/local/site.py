@@ -15,7 +15,7 @@ from asyncflow.local.folder import RunFolder, load_record, open_log
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.placement import Places, PortReservation, launcher, modules_of, replicas_of
 from asyncflow.local.scaling import Scaling
-from asyncflow.local.supervisor import Fleet, Limits, Supervisor
+from asyncflow.local.supervisor import ElasticRole, Limits, Supervisor
 from asyncflow.plan.roles import Role
 from asyncflow.rpc.addresses import address_of
 from asyncflow.rpc.framing import new_server
@@ -39,7 +39,7 @@ class LocalSite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
-    """Scaling of a job's rollouts. policy: whether the built-in policy is enabled; drain_s: see ``Fleet``."""
+    """Scaling of a job's rollouts. policy: whether the built-in policy is enabled; drain_s: see ``ElasticRole``."""
 
     policy: bool
     drain_s: float
@@ -69,9 +69,9 @@ def local_site(
         http_port = places.port(replicas[0])
         named = {} if port else {"server": new_server()}
         address = address_of("127.0.0.1", rpc_port, **named)
-        fleet = None
+        elastic_role = None
         if elastic is not None and scaling is not None:
-            fleet = Fleet(scaling=scaling, place=places.give, port=http_port, drain_s=elastic.drain_s)
+            elastic_role = ElasticRole(scaling=scaling, place=places.assign, port=http_port, drain_s=elastic.drain_s)
         supervisor = Supervisor(
             roles=roles,
             launch=launcher(
@@ -87,7 +87,7 @@ def local_site(
             http=f"http://127.0.0.1:{http_port}",
             control=f"https://127.0.0.1:{control_port}" if is_job else "",
             limits=limits,
-            fleet=fleet,
+            elastic=elastic_role,
             imports=[module for role in roles if not role.imports for module in modules_of(role)],
         )
         certificate = issuer.issue({"driver": VIEWER, PUBLISHER: FOLLOWER}.get(leader, CLIENT))

@@ -91,7 +91,7 @@ class RunOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fleet:
+class ElasticRole:
     """The role whose number of replicas changes during the run.
 
     place: assigns a replica its port and devices, or raises AsyncFlowError; port: port of the driver's HTTP service;
@@ -129,18 +129,18 @@ class Supervisor:
         http: str = "",
         control: str = "",
         limits: Limits | None = None,
-        fleet: Fleet | None = None,
+        elastic: ElasticRole | None = None,
         imports: Sequence[str] = (),
     ) -> None:
         """Prepare the run without starting a process.
 
-        launch: returns the command line of a replica's attempt; driver, http, control: addresses for the record; fleet:
-        the role that is scaled, if any; imports: modules that the fork server imports first, empty for no fork server.
-        Raises ManifestError if the record of an earlier run cannot be read.
+        launch: returns the command line of a replica's attempt; driver, http, control: addresses for the record;
+        elastic: the role that is scaled, if any; imports: modules that the fork server imports first, empty for no fork
+        server. Raises ManifestError if the record of an earlier run cannot be read.
         """
         self._launch = launch
-        self._fleet = fleet
-        self._asked: Scale | None = None
+        self._elastic = elastic
+        self._requested: Scale | None = None
         self._scale: Scale | None = None
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
@@ -213,53 +213,53 @@ class Supervisor:
                 self._started[replica] = self._http[replica] = ""
                 self._logs[replica] = RoleLog(self._folder.log(str(replica)))
 
-    def _rescale(self, fleet: Fleet) -> None:
+    def _rescale(self, elastic: ElasticRole) -> None:
         """Set the number of replicas to the wanted number, or to the number for which there are devices and ports."""
-        asked, before = fleet.scaling.wanted(), self._scale
-        if asked == self._asked:
+        scale, before = elastic.scaling.wanted(), self._scale
+        if scale == self._requested:
             return
-        self._asked, name = asked, asked.role
-        for index in range(asked.wanted):
+        self._requested, name = scale, scale.role
+        for index in range(scale.wanted):
             try:
-                fleet.place(LocalReplica(name, index))
+                elastic.place(LocalReplica(name, index))
             except AsyncFlowError as error:
-                _log.warning("%s: %d wanted, but there is room for %d: %s", name, asked.wanted, index, error)
-                asked = msgspec.structs.replace(asked, wanted=index, problem=str(error))
+                _log.warning("%s: %d wanted, but there is room for %d: %s", name, scale.wanted, index, error)
+                scale = msgspec.structs.replace(scale, wanted=index, problem=str(error))
                 break
-        self._scale = asked
-        leaving = self._table.scale(name, asked.wanted, time.monotonic())
+        self._scale = scale
+        leaving = self._table.scale(name, scale.wanted, time.monotonic())
         self._add_new_replicas()
-        self._end_some(leaving, within_s=fleet.drain_s + LEAVE_S)
+        self._end_some(leaving, within_s=elastic.drain_s + LEAVE_S)
         if before is not None:
-            why = asked.problem or asked.why
-            _log.info("%s: %d wanted, not %d: %s", name, asked.wanted, before.wanted, why)
-            self.observe(Scaled(role=name, before=before.wanted, after=asked.wanted, why=why))
+            why = scale.problem or scale.why
+            _log.info("%s: %d wanted, not %d: %s", name, scale.wanted, before.wanted, why)
+            self.observe(Scaled(role=name, before=before.wanted, after=scale.wanted, why=why))
         self._save()
 
     @contextlib.asynccontextmanager
     async def _following_policy(self) -> AsyncIterator[None]:
-        if self._fleet is None:
+        if self._elastic is None:
             yield
             return
-        following = asyncio.create_task(self._follow_policy(self._fleet))
+        following = asyncio.create_task(self._follow_policy(self._elastic))
         try:
             yield
         finally:
             following.cancel()
             await asyncio.wait([following])
 
-    async def _follow_policy(self, fleet: Fleet) -> None:
+    async def _follow_policy(self, elastic: ElasticRole) -> None:
         """Follow the built-in policy; if that fails, the run continues with its current number of replicas."""
         try:
-            await fleet.scaling.follow(fleet.port, self._changed.set)
+            await elastic.scaling.follow(elastic.port, self._changed.set)
         except Exception:  # noqa: BLE001  a failed policy must not end the run
-            _log.exception("%s: the built-in policy is no longer followed", fleet.scaling.role.name)
+            _log.exception("%s: the built-in policy is no longer followed", elastic.scaling.role.name)
 
     async def _follow(self) -> JobResult:
         """Start replicas when they are due, until there is a result."""
         while self._table.result is None:
-            if self._fleet is not None:
-                self._rescale(self._fleet)
+            if self._elastic is not None:
+                self._rescale(self._elastic)
             self._end_some(self._table.recall(time.monotonic()), within_s=self._limits.end_s)
             due_at = self._table.wake_at()
             is_due = due_at is not None and due_at <= time.monotonic()
@@ -277,7 +277,7 @@ class Supervisor:
         times = [] if (due_at := self._table.wake_at()) is None else [due_at]
         if self._unsaved_since is not None:
             times = [time.monotonic() + _RETRY_S]
-        if self._fleet is not None:
+        if self._elastic is not None:
             times.append(time.monotonic() + LOOK_S)
         return min(times, default=None)
 

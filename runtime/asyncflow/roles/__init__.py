@@ -1,4 +1,4 @@
 """The roles: one module each, which only connects the components of a process.
 
-Except for shared helpers, these modules are imported only by the command line, when a role runs.
+``asyncflow role`` imports the module of a role only when the role runs.
 """

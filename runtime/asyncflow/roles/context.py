@@ -77,7 +77,7 @@ LOOPBACK = "127.0.0.1"
 _BEAT_S = 0.5
 _RARE_GC = (20_000, 20, 100)
 """Thresholds of the garbage collector's generations (``gc.set_threshold``) that make collections rare."""
-BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
+_FINAL = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
 """Errors that a restart cannot resolve, unless they are caused by a temporary failure of the disk."""
 _TEMPORARY = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
 
@@ -252,7 +252,7 @@ class ProcessContext:
         membership = Membership(
             driver=directory or self.options.driver, member=member, credentials=self.credentials, status=aged_status
         )
-        membership.on_directives.append(self._obey)
+        membership.on_directives.append(self._apply)
         if not await self.unless_stopped(membership.join(self.start_s)):
             raise _EndedBeforeJoining
         registered = True
@@ -286,13 +286,13 @@ class ProcessContext:
         await asyncio.wait((working,))
         return False
 
-    async def call_when_told(self, leave: Callable[[], None]) -> None:
+    async def call_when_leaving(self, leave: Callable[[], None]) -> None:
         """Call ``leave`` as soon as this process is to drain or to end."""
         waits = [asyncio.create_task(event.wait()) for event in (self.stopping, self.draining)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         leave()
 
-    def _obey(self, directives: Directives) -> None:
+    def _apply(self, directives: Directives) -> None:
         if directives.drain:
             self.draining.set()
         if directives.stop:
@@ -480,7 +480,7 @@ def _end(context: ProcessContext, number: int) -> None:
 
 def _is_final(error: AsyncFlowError) -> bool:
     cause = error.__cause__
-    return isinstance(error, BEYOND_REPAIR) and not (isinstance(cause, OSError) and cause.errno in _TEMPORARY)
+    return isinstance(error, _FINAL) and not (isinstance(cause, OSError) and cause.errno in _TEMPORARY)
 
 
 def _flatten(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowError]:

@@ -121,7 +121,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")
-        draining = asyncio.create_task(context.call_when_told(worker.drain))
+        draining = asyncio.create_task(context.call_when_leaving(worker.drain))
         try:
             await worker.run()
         finally:

@@ -77,7 +77,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
         stack.push_async_callback(queue.close)
         worker = TaskWorker(queue=queue, settings=settings, compute=compute, metrics=metrics, spans=context.spans)
         metrics.watch_busy(worker.busy)
-        leaving = asyncio.create_task(context.call_when_told(worker.leave))
+        leaving = asyncio.create_task(context.call_when_leaving(worker.leave))
         try:
             await worker.run()
         finally:

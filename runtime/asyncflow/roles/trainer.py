@@ -164,7 +164,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.meter.busy)
-    leaving = asyncio.create_task(context.call_when_told(trainer.leave))
+    leaving = asyncio.create_task(context.call_when_leaving(trainer.leave))
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if backend.of_model:

@@ -292,7 +292,7 @@ class Board {
     const names = [...new Set(run.lines.slice(-100).flatMap(Object.keys))].filter((name) => !["at", "started", "ended"].includes(name));
     const ordered = ["step", ...names.filter((name) => name !== "step")];
     byId("figures").querySelector(".scroll").replaceChildren(el("table", {},
-      el("caption", { class: "heard" }, "Figures of the newest 100 steps, the newest first"),
+      el("caption", { class: "visually-hidden" }, "Figures of the newest 100 steps, the newest first"),
       el("thead", {}, el("tr", {}, ...ordered.map((name) => el("th", { scope: "col" }, visible(name))))),
       el("tbody", {}, ...run.lines.slice(-100).reverse().map((line) => el("tr", {}, ...ordered.map((name) => el("td", {}, number(line[name]))))))));
   }

@@ -160,7 +160,7 @@ function versionsOf(track) {
 }
 
 /** Return an event's description as text. */
-function told(event) {
+function describeEvent(event) {
   if (event.event === "evaluation") {
     const sets = Object.entries(event.sets ?? {}).map(([name, set]) => `; ${visible(name)} ${percent(set.accuracy)}`).join("");
     const passes = Object.entries(event.pass_at ?? {}).map(([k, share]) => `, pass@${k} ${percent(share)}`).join("");
@@ -178,7 +178,7 @@ function drawEvents(run) {
     return;
   }
   const rows = run.events.slice(-500).reverse().map((event) => [
-    el("time", { datetime: new Date(event.at * 1000).toISOString(), title: clock(event.at) }, seconds(event.at - run.began)), visible(event.event), told(event)]);
+    el("time", { datetime: new Date(event.at * 1000).toISOString(), title: clock(event.at) }, seconds(event.at - run.began)), visible(event.event), describeEvent(event)]);
   refresh(place, table(`${plural(run.events.length, "event")}, newest first`, ["after", "event", ""], rows));
 }
 

@@ -163,7 +163,7 @@ class Tracks {
     const row = this.rows[Math.floor(y / ROW)];
     const { begin, end } = this.window, near = ((end - begin) / box.width) * 4;
     const mark = (this.timeline.marks ?? []).find((m) => Math.abs(m.at - at) < near && (y < 0 || m.of === row?.name));
-    if (mark) { say(this.readout, this.told(mark)); return; }
+    if (mark) { say(this.readout, this.describeMark(mark)); return; }
     if (!row) { say(this.readout, seconds(at - this.whole.begin)); return; }
     const source = this.source;
     for (const track of row.lives) {
@@ -175,7 +175,7 @@ class Tracks {
   }
 
   /** Return a mark as text: an event of a process, or an event of the run. */
-  told(mark) {
+  describeMark(mark) {
     const process = this.rows.some((row) => row.name === mark.of);
     const words = process ? `${mark.of} ${mark.what}` : [mark.what, mark.of].filter(Boolean).join(", ");
     return `${visible(words)}, at ${seconds(mark.at - this.whole.begin)}`;
