@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.driver.sample_files import SampleText, write_samples
 from asyncflow.view.page import changes as module
-from asyncflow.view.page.changes import Cursor, changes
+from asyncflow.view.page.changes import FileCursor, changes
 from asyncflow.view.page.texts import samples
 
 
@@ -66,11 +66,11 @@ def test_of_a_very_long_run_every_nth_step_is_told_and_the_newest(tmp_path: Path
 
 @pytest.mark.parametrize("text", ["", "x", "1-2-x", "-1-2", "1.5", "9" * 5000, "1-2-3-4-5-6-7-8", "\u0663-\u0664"])
 def test_a_cursor_that_nobody_gave_out_is_one_that_can_be_read(text: str) -> None:
-    assert Cursor.parse(str(Cursor.parse(text))) == Cursor.parse(text)
+    assert FileCursor.parse(str(FileCursor.parse(text))) == FileCursor.parse(text)
 
 
 def test_a_cursor_is_read_as_it_was_written() -> None:
-    assert Cursor.parse(str(Cursor(1, 2, 3, 4, 5))) == Cursor(1, 2, 3, 4, 5)
+    assert FileCursor.parse(str(FileCursor(1, 2, 3, 4, 5))) == FileCursor(1, 2, 3, 4, 5)
 
 
 def test_steps_with_samples_are_told_when_some_were_added(tmp_path: Path) -> None:

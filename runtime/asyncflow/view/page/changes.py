@@ -27,7 +27,7 @@ _TIMES: Final = ("at", "started", "ended")
 _COMPONENTS: Final = "reward_components"
 
 
-class Cursor(msgspec.Struct, frozen=True, array_like=True):
+class FileCursor(msgspec.Struct, frozen=True, array_like=True):
     """Cursor of a reader: inode and bytes read of each file, and the modification time of the folder of samples.
 
     samples: that modification time in nanoseconds.
@@ -59,17 +59,17 @@ def changes(folder: Path, since: str) -> dict[str, Any]:
     included; ``events``: event lines; ``samples``: the steps with kept texts, by purpose, absent if none were added;
     ``summary``: the summary, None before the end.
     """
-    before = Cursor.parse(since)
+    before = FileCursor.parse(since)
     files = _inode(folder / METRICS), _inode(folder / EVENTS)
     replaced = (before.metrics_file, before.events_file) != files
     if replaced:
-        before = Cursor(metrics_file=files[0], events_file=files[1])
+        before = FileCursor(metrics_file=files[0], events_file=files[1])
     steps, metrics_end = new_lines(folder / METRICS, before.metrics)
     events, events_end = new_lines(folder / EVENTS, before.events)
     modified = _modified(folder / SAMPLES)
     every = -(-len(steps) // MOST_STEPS) or 1
     answer: dict[str, Any] = {
-        "cursor": str(Cursor(files[0], metrics_end, files[1], events_end, modified)),
+        "cursor": str(FileCursor(files[0], metrics_end, files[1], events_end, modified)),
         "anew": replaced,
         "steps": columns(steps[::-1][::every][::-1]),
         "every": every,
