@@ -115,7 +115,7 @@ const CHARTS = [
   { id: "length", title: "Response length", shown: true, zero: true, unit: "tokens",
     lines: [["mean", (l) => share(l.response_tokens, l.samples), 0]], means: "tokens of a response" },
   { id: "silent", title: "Samples with advantage 0", zero: true, unit: "share",
-    lines: [["share", (l) => share(l.silent_samples, l.samples), 0]], means: "samples that do not change the policy" },
+    lines: [["share", (l) => share(l.silent_samples, l.samples), 0]], means: "samples that give no policy gradient" },
   { id: "ratio", title: "Ratio to the old policy",
     lines: [["mean", field("ratio"), 0], ["largest", field("ratio_max"), 1]],
     means: "probability of a token under the trainer's weights, divided by its probability under the old policy" },
