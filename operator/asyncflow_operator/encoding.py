@@ -21,6 +21,8 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 from pydantic import BaseModel
 
+from asyncflow.api.job import RLJob
+from asyncflow.api.weights import JobWeightsSpec, WeightsSpec
 from asyncflow_operator.observed import JobState, Manifest, SyncState, TransferQueueState
 
 State = JobState | TransferQueueState | SyncState
@@ -98,6 +100,8 @@ def _decode(kind: Any, value: Any) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         pairs = value.items() if isinstance(value, dict) else value
         return {_decode(inner[0], key): _decode(inner[1], each) for key, each in pairs}
+    if kind is RLJob:
+        return _job(value)
     if issubclass(kind, BaseModel):
         return kind.model_validate(value)
     if is_dataclass(kind):
@@ -107,6 +111,16 @@ def _decode(kind: Any, value: Any) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{value!r} is not a {kind.__name__}")
     return value
+
+
+def _job(value: Any) -> RLJob:
+    """Return a job, which was encoded with the fields of the WeightSync that it names, if it names one."""
+    section = dict(value["spec"].get("weightSync") or {})
+    name = section.pop("name", None)
+    if name is None:
+        return RLJob.model_validate(value)
+    job = RLJob.model_validate(value | {"spec": value["spec"] | {"weightSync": {"name": name}}})
+    return job.with_weights(JobWeightsSpec.of(WeightsSpec.model_validate(section), name=name))
 
 
 def _view(kind: Any, value: Any) -> Any:

@@ -80,7 +80,11 @@ def decide_again(file: Path) -> int:
     differing = 0
     for line in _decisions(file):
         count, redacted = count + 1, redacted + line["redacted"]
-        found = list(review.differences(*review.decide_again(line)))
+        try:
+            found = list(review.differences(*review.decide_again(line)))
+        except (ValueError, KeyError) as error:
+            hint = f"Repeat it with the version that wrote it: {line.get('version')}"
+            raise ManifestError(f"decision {count} cannot be repeated: {error}", where=str(file), hint=hint) from error
         if found:
             differing += 1
             click.echo(f"{'/'.join(line['object'])} at {line['at']:.3f}, decided by {line['version']}:")

@@ -324,8 +324,7 @@ class _Resolved:
 
 
 def _resolved(job: RLJob, weights: WeightsSpec) -> RLJob:
-    section = JobWeightsSpec.model_construct(name=job.spec.weight_sync.name, **dict(weights.own))
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"weight_sync": section})})
+    return job.with_weights(JobWeightsSpec.of(weights, name=job.spec.weight_sync.name))
 
 
 def _key(resource: CustomResource) -> Key:

@@ -17,7 +17,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import DriverStatus, JobStatus, Phase
 from asyncflow.plan.describe import duration
 from asyncflow_operator.actions import Delete, DriverOrder, Plan
-from asyncflow_operator.decide.admission import delete_gang, release_pods, requeue
+from asyncflow_operator.decide.admission import delete_gang, evicted, release_pods, requeue
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of
 from asyncflow_operator.decide.progress import FIGURES, figures
@@ -118,7 +118,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
 
 
 def _why_suspended(state: JobState, spec: RLJobSpec, *, in_time: bool, saves: bool) -> str:
-    why = "the job is suspended" if spec.suspend else "Kueue has evicted the job's Workload"
+    why = "Kueue has evicted the job's Workload" if evicted(state) and not spec.suspend else "the job is suspended"
     if driver_of(state) is None or not saves:
         return why
     return f"{why}, and " + ("its driver has ended" if in_time else "its driver's time for a checkpoint is over")

@@ -422,6 +422,10 @@ class RLJob(Spec):
         """The job's partition of the queue: its UID, or on one machine its name."""
         return self.metadata.uid or self.metadata.name
 
+    def with_weights(self, section: JobWeightsSpec) -> RLJob:
+        """Return this job with another section ``spec.weightSync``."""
+        return self.model_copy(update={"spec": self.spec.model_copy(update={"weight_sync": section})})
+
     def folder(self, default: Path) -> Path:
         """Return the folder at which relative paths and modules start.
 

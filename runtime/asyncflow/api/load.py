@@ -49,8 +49,7 @@ def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifes
         hint = f"Name it in the job: spec.weightSync.name: {sync.metadata.name}"
         raise ManifestError("this is a WeightSync that no job in this file names", where=where, hint=hint)
     assert isinstance(sync, WeightSync)
-    section = JobWeightsSpec.of(sync.spec)
-    merged = built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
+    merged = built.with_weights(JobWeightsSpec.of(sync.spec))
     if problems := [replace(each, place=("spec", *each.place[2:])) for each in broken(merged)]:
         raise refusal(_located(problems, sync_document), source=name)
     return merged

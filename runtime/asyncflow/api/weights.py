@@ -126,9 +126,12 @@ class JobWeightsSpec(WeightsSpec):
     )
 
     @classmethod
-    def of(cls, weights: WeightsSpec) -> JobWeightsSpec:
-        """Return the section of a job that contains the fields of ``weights``."""
-        return cls(**dict(weights.own))
+    def of(cls, weights: WeightsSpec, *, name: str | None = None) -> JobWeightsSpec:
+        """Return the section of a job with the fields of ``weights``. name: of the WeightSync that they come from.
+
+        With a name, the section is one that a manifest cannot contain: there, a named WeightSync excludes other fields.
+        """
+        return cls.model_construct(name=name, **dict(weights.own))
 
 
 class WeightSourceSpec(Spec):

@@ -12,6 +12,7 @@ from model_samples import START, job_of
 
 from asyncflow.api.load import load
 from asyncflow.api.status import DriverStatus, JobStatus
+from asyncflow.api.weights import JobWeightsSpec, WeightsSpec
 from asyncflow_operator.encoding import Redactor, decode, encode
 from asyncflow_operator.observed import (
     Assigned,
@@ -74,7 +75,10 @@ OWNERS = st.builds(
     labels=st.dictionaries(WORDS, WORDS, max_size=2),
 )
 FREE = st.builds(NodeFree, name=WORDS, free=st.dictionaries(WORDS, st.floats(0, 1e12), max_size=2))
-JOBS = st.sampled_from([None, job_of(), job_of(rollout={"replicas": 1, "template": {"labels": {"a": "b"}}})])
+NAMES_A_SYNC = job_of(weightSync={"name": "shared"}).with_weights(JobWeightsSpec.of(WeightsSpec(keep=4), name="shared"))
+JOBS = st.sampled_from(
+    [None, job_of(), NAMES_A_SYNC, job_of(rollout={"replicas": 1, "template": {"labels": {"a": "b"}}})]
+)
 STATES = st.builds(
     JobState,
     **dict.fromkeys(("problem", "problem_reason"), WORDS),

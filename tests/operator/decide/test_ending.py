@@ -115,6 +115,11 @@ def test_unsuspending_half_way_finishes_suspending_first():
     world.see_all()
     world.reconcile(JOB)
     world.edit(suspend=False)
+    world.suspending = False
+    world.now += 3600
+    world.see_all()
+    notes = [note.message for note in world.reconcile(JOB).notes]
+    assert [": the job is suspended, and its driver's time" in each for each in notes] == [True]
     world.settle()
     assert world.status.phase == "Running"
     assert world.status.attempt == 1

@@ -13,6 +13,7 @@ from model import World
 from model_samples import DESIRED, JOB, START, job_of
 
 from asyncflow.api.names import LABEL_ATTEMPT
+from asyncflow.errors import ManifestError
 from asyncflow_operator.actions import Apply, DriverOrder, Note, Plan
 from asyncflow_operator.decisions import NEWEST, OLDER, DecisionLog, files_of, read_decisions
 from asyncflow_operator.main import app
@@ -83,6 +84,10 @@ def test_a_decision_that_would_be_another_one_today_is_found(lived: Path, tmp_pa
     assert done.return_value == 1
     assert "1 decisions repeated, 1 differ" in done.output
     assert "notes" in done.output
+    line["state"]["job"]["spec"]["rollout"] = {"replicas": "many"}
+    (tmp_path / NEWEST).write_text(json.dumps(line) + "\n")
+    with pytest.raises(ManifestError, match="decision 1 cannot be repeated: "):
+        CliRunner().invoke(app, ["decide-again", str(tmp_path / NEWEST)], standalone_mode=False, catch_exceptions=False)
 
 
 def explained(folder: Path, *words: str) -> tuple[int, str]:
