@@ -3,7 +3,7 @@ and the HTTP routes by which clients observe the job and control it.
 
 Invariants: if the job makes no progress, its status says what it waits for; each figure has one definition, so the
 gauges and the status agree; a request only sets a desired state (drain this rollout, write a checkpoint, suspend),
-which the driver's directives carry out level-triggered.
+which the driver's directives carry out level-triggered, so a repeated request has no further effect.
 """
 
 from __future__ import annotations

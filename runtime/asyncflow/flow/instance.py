@@ -62,8 +62,9 @@ class Ask:
 class Instance:
     """The decisions of one instance; the caller reports events and then requests decisions.
 
-    slots: most sequences that the engine runs at the same time, and so the most rows that the instance holds: further
-    rows would wait here while other instances have free slots.
+    slots: most sequences that the engine runs at the same time. The instance requests training rows only for free
+    slots, because further rows would wait here while other instances have free slots. Groups are claimed whole, so few
+    slots stay free between claims all the same.
     staggered: whether the instance changes to a newer version only with a permit.
     """
 

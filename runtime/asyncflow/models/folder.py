@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     """Yield an empty folder next to ``target``; rename it to ``target`` after the block, or remove it on an error.
 
-    replace: whether to replace a ``target`` that exists, or keep it. Several processes may write contents that do not
-    depend on the writer at the same time if it is kept.
+    replace: whether to replace a ``target`` that exists; otherwise it is kept, so several processes may write the same
+    content at the same time.
     """
     make_folder(target.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -232,9 +232,10 @@ def usual_device(profile: str) -> Device:
 
 
 def read_device(figures: Mapping[str, Any], *, where: str) -> Device:
-    """Return the device that a user's file describes by the fields of ``Device``; ``like`` names a default device.
+    """Return the device that a user's file describes by the fields of ``Device``.
 
-    Raises ManifestError if a field is unknown, missing or out of range.
+    ``like`` names one of ``DEVICES``, which supplies the fields that are missing in the file. Raises ManifestError if a
+    field is unknown, missing or out of range.
     """
     fields = dict(figures)
     like = fields.pop("like", None)

@@ -254,9 +254,9 @@ def compare_checkpoints(run: Path, target: Path, *, step: int) -> dict[str, bool
 
 
 def weights_gap(run: Path, target: Path, *, step: int) -> float | None:
-    """Return the largest difference of a weight in the checkpoints of ``step``, for any number of ranks; None without.
+    """Return the largest difference of a weight between the checkpoints of ``step``, written by any number of ranks.
 
-    Raises CheckpointError if the two have different tensors.
+    None if the run has no such checkpoint. Raises CheckpointError if the two have different tensors.
     """
     import torch
 

@@ -27,7 +27,7 @@ from asyncflow.training.recording import BeginRecord, Record, SampleRecord, Step
 
 @dataclass(kw_only=True)
 class RecordedStep:
-    """A valid step. attempt: of the trainer; ranks: their number; slots: samples of all ranks, in order."""
+    """A valid step. attempt, ranks: attempt and size of the trainer's gang; slots: samples of all ranks, in order."""
 
     attempt: int
     ranks: int

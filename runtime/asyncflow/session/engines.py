@@ -205,7 +205,7 @@ class Engines:
         if self.job is not None and experience_consumer_stage == "train":
             return self._next_experience(timeout)
         if not experience_columns or experience_count < 1:
-            hint = "Pass the columns to read and the most rows to claim"
+            hint = "Pass the columns to read, and the maximum number of rows"
             raise Refused("experience_columns and experience_count are missing", where="get_experience_data", hint=hint)
         if self.job is not None:
             check_stage(self.job.spec, experience_consumer_stage, experience_columns, where="get_experience_data")

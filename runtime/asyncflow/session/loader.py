@@ -31,7 +31,7 @@ Check: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Conversion of a batch. lists: return rows as lists; multiple: padded rows have a multiple of this length."""
+    """Conversion of a batch. lists: return rows as lists; multiple: divisor of the length of padded rows."""
 
     lists: bool
     multiple: int

@@ -1,7 +1,7 @@
 """The rows of a simulated queue: samples, their groups, and parked claims.
 
-Invariants: a row is open, held by one rollout, or done. A group is in the index if and only if it has open rows. Claims
-are met in the order in which they were parked, first those that need no other weights.
+Invariants: a row is open, held by one rollout, or done. Once a group is put, it is in the index if and only if it has
+open rows. Claims are met in the order in which they were parked, first those that need no other weights.
 """
 
 from __future__ import annotations

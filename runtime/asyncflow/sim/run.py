@@ -27,7 +27,7 @@ _BUSY = frozenset(("generate", "evaluation", "compute", "optimizer", "checkpoint
 _RECENT = 10
 """Number of recent steps from which the supply of a staggered update is computed."""
 _POLL_S = 0.5
-"""Interval at which permits are granted again."""
+"""Interval at which waiting rollouts are checked for permits."""
 
 
 def simulate(scenario: Scenario, *, seed: int, spans: bool = True) -> Simulated:

@@ -226,7 +226,7 @@ class TaskWorker:
             except AsyncFlowError as error:
                 await self._outage.wait(error)
                 if not any(row.lease in self._held for row in rows) or self._leaving.is_set():
-                    await self._give_back(rows, reason="its columns cannot be had")
+                    await self._give_back(rows, reason="its columns cannot be fetched")
                     return None
 
     async def _available(self, rows: Sequence[LeasedRow]) -> list[LeasedRow]:

@@ -295,7 +295,9 @@ class ControllerMetrics(RoleMetrics):
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
         self.ledger_syncs = self.total("ledger_syncs", "syncs of the ledger to disk")
         self.ledger_sync_seconds = self.total("ledger_sync_seconds", "total time of syncs of the ledger to disk")
-        self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest event that is not yet durable")
+        self.ledger_lag = self.gauge(
+            "ledger_lag_seconds", "age of the oldest event that is not yet as durable as configured"
+        )
         self.unit_rows = self.gauge(
             "unit_rows", "rows by storage unit; of a unit that leaves, the rows still to be moved", "unit", "state"
         )
@@ -403,7 +405,9 @@ class RolloutMetrics(LoadingMetrics):
         self.tokens = self.total("tokens_generated", "tokens generated")
         self.stale = self.total("tokens_on_kept_prefix", "tokens generated after a prefix cached under older weights")
         self.unsaved = self.gauge("unsaved_tokens", "tokens generated here that are neither delivered nor saved")
-        self.taken_over = self.counter("tokens_taken_over", "tokens of another rollout in responses ended here")
+        self.taken_over = self.counter(
+            "tokens_taken_over", "tokens that another rollout generated, in responses that ended here"
+        )
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 

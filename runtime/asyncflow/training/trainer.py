@@ -187,8 +187,8 @@ class Trainer:
 
         Raises RowsLost if samples of a slot were lost with a storage unit (they are regenerated only for a step that
         starts again), Diverged if the gradients are no longer finite, and ManifestError if a micro-batch does not fit
-        the device. In these cases the completed steps are saved in a checkpoint, so no other step is repeated. They are
-        not if the current step has already made an update, because its weights belong to no step.
+        the device. In these cases the completed steps are saved in a checkpoint, so no other step is repeated.
+        Nothing is saved if the current step has already made an update, because the weights then belong to no step.
         """
         spans = self.meter.spans
         try:

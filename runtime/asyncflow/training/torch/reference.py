@@ -56,7 +56,7 @@ class ReferenceModel:
         self._device = device
 
     def compute(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[dict[str, NDArray[Any]]]:
-        """Return ``ref_logprobs`` of each row, [response tokens], in the dtype of the result. Blocks."""
+        """Return ``ref_logprobs`` of each row, [response tokens], at least in float32. Blocks."""
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)  # the device is a setting of each thread
         try:
