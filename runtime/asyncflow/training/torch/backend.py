@@ -474,7 +474,7 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def update(self, step: int) -> None:
-        """See the base class. Gathers the counts first, then the gradient."""
+        """See the base class. Collective: gathers the counts, then the gradient."""
         link, critic = self.critic_link, self.settings.critic
         if link is not None:
             self.group.gather(np.zeros(1), what=f"the critic's gradient of step {step}")
