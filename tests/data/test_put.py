@@ -100,5 +100,5 @@ def test_only_training_prompts_are_put_and_nothing_of_it_is_configured(tmp_path:
 
 @pytest.mark.parametrize("answer", [10**30, "\ud800"])
 def test_a_prompt_that_no_message_can_hold_is_refused_by_its_number(answer: object) -> None:
-    with pytest.raises(ManifestError, match="prompt 1 is none"):
+    with pytest.raises(ManifestError, match="prompt 1 is invalid"):
         _prompts_of(["1+1", {"question": "1+1", "answer": answer}])

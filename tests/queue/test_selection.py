@@ -33,7 +33,7 @@ def test_index_forgets_what_was_discarded():
         if number:
             index.discard(number)
     assert len(index) == 1
-    assert sum(shelf.gone + len(shelf.runs) for shelf in index._shelves.values()) < 300
+    assert sum(shelf.stale + len(shelf.runs) for shelf in index._shelves.values()) < 300
 
 
 def test_an_item_keeps_its_place_but_not_its_weight():

@@ -259,7 +259,7 @@ async def test_a_loop_follows_by_a_weight_sync_for_followers(publisher, tmp_path
 
 
 async def test_a_loop_ends_when_another_job_is_where_that_which_it_follows_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    monkeypatch.setattr(tls, "_CHECK_INTERVAL_S", 0.0)
     folder, first, second = tmp_path / "tls", Issuer(tmp_path / "first"), Issuer(tmp_path / "second")
     shutil.copytree(first.issue("follower"), folder)
     async with contextlib.AsyncExitStack() as stack:

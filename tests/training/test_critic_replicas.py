@@ -145,6 +145,7 @@ async def test_each_rank_has_its_replica_and_the_orders_of_the_first_go_to_all(r
     assert sums == {"samples": 6, NORM: 2.5}, "the norm is of all of them already"
     await asyncio.to_thread(lambda: links[0].update(1, divisor=4.0, moves=False))
     await asyncio.to_thread(links[0].copy)
+    await asyncio.to_thread(links[1].values, batch(1))  # comes after the update, which nobody waits for
     assert first.updates == second.updates == [(1, 4.0, False)]
     folder = replicas.folder / "step-000001"
     folder.mkdir()
