@@ -1,8 +1,9 @@
-"""The browser that the tests of the page drive: Chromium, from Debian's package where the machine lacks it.
+"""Chromium for the tests of the page: find it, or install Debian's package if the machine has none.
 
-    python hack/browser.py          # installs it where it is lacking, as root, and prints where it is
+    python hack/browser.py          # prints the path of Chromium; as root, installs it first if it is missing
 
-Invariant: what the machine has is used as it is; where it cannot be had, one sentence says what to install.
+Invariant: a browser that is already installed is used as it is. If none can be installed, the error says what to
+install.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ from typing import Final
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 FLAGS: Final = ("--no-sandbox", "--disable-dev-shm-usage")
-"""Of a headless browser in a container, which opens only what the tests serve: no user namespaces, 64 MiB of shm."""
+"""Flags for a headless browser in a container without user namespaces and with 64 MiB of shared memory. It opens only
+pages that the tests serve.
+"""
 _INSTALL_S: Final = 600.0
 _APT: Final = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300")
 
 
 class BrowserError(RuntimeError):
-    """There is no browser, and none could be installed."""
+    """No browser is installed, and none could be installed."""
 
 
 def find() -> str:
-    """Return the path of a Chromium; ``CHROMIUM`` names another one. Raises BrowserError where there is none."""
-    given = os.environ.get("CHROMIUM")
-    found = next(filter(None, map(shutil.which, (given,) if given else NAMES)), None)
+    """Return the path of Chromium, or of the binary that ``CHROMIUM`` names. Raises BrowserError if there is none."""
+    chosen = os.environ.get("CHROMIUM")
+    found = next(filter(None, map(shutil.which, (chosen,) if chosen else NAMES)), None)
     if found is None:
         raise BrowserError(
-            f"{given or 'Chromium'} is not here: apt-get install chromium, or name one in CHROMIUM; "
-            "the tests of the page need it"
+            f"{chosen or 'Chromium'} is not installed, and the tests of the page need it: "
+            "run `apt-get install chromium`, or set CHROMIUM to another binary"
         )
     return found
 
 
 def prepare() -> str:
-    """Return the path of a Chromium, installing it where that is needed and possible. Raises BrowserError."""
+    """Return the path of Chromium; install it if it is missing and this is possible. Raises BrowserError."""
     try:
         return find()
     except BrowserError:

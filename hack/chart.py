@@ -1,9 +1,9 @@
-"""The Helm chart, rendered: plain manifests under ``deploy/`` for who has no Helm, and the CRDs that the chart carries.
+"""Render the Helm chart into plain manifests under ``deploy/``, for users without Helm, and copy the CRDs into it.
 
     python hack/chart.py [--check]
 
-Invariant: what is made here is a function of ``crds/``, ``charts/asyncflow`` and the pinned Helm; ``--check`` names
-each file that is not as it would be made, and changes nothing.
+Invariant: the generated files depend only on ``crds/``, ``charts/asyncflow`` and the pinned Helm. ``--check`` names
+each file that differs from the generated text, and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 CHART: Final = ROOT / "charts" / "asyncflow"
 NAMESPACE: Final = "asyncflow-system"
 KUBERNETES: Final = "1.34.0"
-"""The version that charts are rendered for where no cluster is asked."""
+"""The version that charts are rendered for when no cluster is queried."""
 
 _PLAIN: Final = {"crds": {"install": False}, "masterKey": {"existingSecret": "asyncflow-operator-master"}}
 _VARIANTS: Final[Mapping[str, dict[str, Any]]] = {
@@ -41,11 +41,11 @@ _DEADLINE_S: Final = 60.0
 
 
 class ChartError(RuntimeError):
-    """Helm refused."""
+    """Helm ended with an error."""
 
 
 def helm(*arguments: str, values: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Run Helm and give what it printed; ``values`` go in as a file. Raises ChartError with what it said."""
+    """Run Helm and return its output; ``values`` are passed as a file. Raises ChartError with Helm's error text."""
     options = [] if values is None else ["--values", "-"]
     ended = subprocess.run(
         [binary("helm"), *arguments, *options],
@@ -62,7 +62,7 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None, env: Mapping[
 
 
 def template(values: Mapping[str, Any] | None = None) -> str:
-    """Return the chart rendered with ``values`` over its own, as text."""
+    """Return the chart rendered as text, with ``values`` on top of its defaults."""
     return helm(
         *("template", "asyncflow", str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES),
         values=values or {},
@@ -70,12 +70,12 @@ def template(values: Mapping[str, Any] | None = None) -> str:
 
 
 def objects(values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Return the objects of the chart rendered with ``values`` over its own."""
+    """Return the objects of the rendered chart, with ``values`` on top of its defaults."""
     return [document for document in yaml.load_all(template(values), Loader=yaml.CSafeLoader) if document]
 
 
 def made() -> dict[Path, str]:
-    """Return the text of every file that is made, by its path."""
+    """Return the text of every generated file, by path."""
     files = {CHART / "files" / "crds" / file.name: file.read_text() for file in (ROOT / "crds").glob("*.yaml")}
     for name, values in _VARIANTS.items():
         namespaces = "".join(_namespace(each) for each in (NAMESPACE, *values.get("namespaces", ())))
@@ -84,7 +84,7 @@ def made() -> dict[Path, str]:
 
 
 def out_of_date() -> list[str]:
-    """Name each file that is not as it would be made, and each that would not be made."""
+    """Return each file that differs from its generated text, and each that is no longer generated."""
     files = made()
     found = {path for folder in {path.parent for path in files} for path in folder.glob("*.yaml")}
     wrong = [path for path, text in files.items() if path not in found or path.read_text() != text]
@@ -99,9 +99,9 @@ def _namespace(name: str) -> str:
 
 
 def main() -> None:
-    """Make the files, or with ``--check`` say which are out of date."""
+    """Write the files, or with ``--check`` print which are out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; end with 1 where a file is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a file is out of date")
     if parser.parse_args().check:
         wrong = out_of_date()
         print(*(f"{path} is out of date: python hack/chart.py" for path in wrong), sep="\n", end="\n" if wrong else "")

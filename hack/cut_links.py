@@ -1,4 +1,4 @@
-"""A proxy before a server, which cuts its streams, or lets nothing through for a while."""
+"""A TCP proxy in front of a server, which cuts streams or holds back all data for a while."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CHUNK = 1 << 14
 
 
 class Proxy:
-    """Streams to ``address`` go over ``self.address``. Runs in a thread of its own.
+    """A proxy that listens at ``self.address`` and forwards to ``address``, in a thread of its own.
 
-    cut_every: bytes after which a stream is cut, about; 0 for never.
+    cut_every: mean number of bytes after which a stream is cut; 0 cuts none.
     """
 
     def __init__(self, address: str, dice: random.Random, *, cut_every: int = 0) -> None:
@@ -36,11 +36,11 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{port}" + (f"/{server_name}" if server_name else "")
 
     def hold(self) -> None:
-        """Pass nothing on from now on."""
+        """Stop forwarding data."""
         self._loop.call_soon_threadsafe(self._passes.clear)
 
     def go_on(self) -> None:
-        """Pass everything on again."""
+        """Resume forwarding data."""
         self._loop.call_soon_threadsafe(self._passes.set)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Proxy:
         budget = self._dice.randint(1, 2 * self.cut_every) if self.cut_every else 1 << 60
         ways = [self._pump(reader, up_writer, budget), self._pump(up_reader, writer, budget)]
         tasks = [asyncio.create_task(way) for way in ways]
-        with contextlib.suppress(asyncio.CancelledError):  # of ``close``; the stream's own protocol asks for an error
+        with contextlib.suppress(asyncio.CancelledError):  # by ``close``: asyncio's stream protocol logs it
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()

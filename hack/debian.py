@@ -1,12 +1,12 @@
-"""Programs for the tests of the queue's back ends: from Debian's packages, where the machine lacks them.
+"""Libraries and programs for the tests of the queue's back ends, from Debian packages if the machine lacks them.
 
     python hack/debian.py          # prints LD_LIBRARY_PATH and PATH as shell assignments
 
-``mooncake-transfer-engine`` links libibverbs, which no Python package brings, and Redis is a program. What the machine
-has installed is used as it is; the rest is downloaded with what it depends on and unpacked into the cache, so that
-nothing on the machine changes and nobody needs to be root.
+``mooncake-transfer-engine`` links libibverbs, which no Python package contains, and Redis is a program. Installed
+packages are used as they are. Missing ones are downloaded with their dependencies and unpacked into the cache, so the
+machine does not change and root is not needed.
 
-Invariant: the folder is whole or absent.
+Invariant: the folder of unpacked packages is complete or absent.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ LIBRARIES: Final = {
     "libnuma.so.1": "libnuma1",
     "libcurl.so.4": "libcurl4",
 }
-"""By package, in an order in which each finds those that it needs."""
+"""The package of each library. A library comes after those that it needs."""
 PROGRAMS: Final = {"redis-server": "redis-server"}
 _CACHE: Final = Path.home() / ".cache" / "asyncflow" / "debian"
 _FETCH_S: Final = 300.0
 
 
 class DebianError(RuntimeError):
-    """A package could not be had."""
+    """A package could not be downloaded or unpacked."""
 
 
 def environment(*, say: Callable[[str], None] = lambda _: None) -> dict[str, str]:
-    """Return PATH and LD_LIBRARY_PATH with which everything is found, fetching it where that was not done yet."""
+    """Return the PATH and LD_LIBRARY_PATH that find everything, {} if all is installed; fetch missing packages."""
     lacking = sorted({package for name, package in LIBRARIES.items() if not _loads(name)})
     lacking += [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
     if not lacking:
@@ -65,7 +65,7 @@ def prepare(*, say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def place(file: Path) -> Path:
-    """Return where a file of a package lies where that is installed: unpacked ones lie in the cache here."""
+    """Return the path that a file has once its package is installed, for a file that may be unpacked in the cache."""
     return Path("/", *file.relative_to(_CACHE).parts[1:]) if file.is_relative_to(_CACHE) else file
 
 
@@ -101,7 +101,7 @@ def _unpacked(packages: list[str], *, say: Callable[[str], None]) -> Path:
 
 
 def _fetched(packages: list[str], folder: Path) -> list[Path]:
-    """Download packages and those that they need and this machine lacks, with apt's lists in ``folder``."""
+    """Download the packages and their missing dependencies, with apt's lists in ``folder``."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     apart = {
@@ -123,7 +123,9 @@ def _run(*command: str) -> None:
         )
     except FileNotFoundError as missing:
         wanted = " ".join(sorted({*LIBRARIES.values(), *PROGRAMS.values()}))
-        raise DebianError(f"{missing.filename} is not here: this is no Debian. Install what has {wanted}") from missing
+        raise DebianError(
+            f"{missing.filename} is missing, so this is not Debian. Install the equivalents of the packages {wanted}"
+        ) from missing
     if ended.returncode != 0:
         raise DebianError(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()}")
 

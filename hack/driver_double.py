@@ -1,7 +1,7 @@
-"""Answers for the drivers of many jobs whose pods do not really run, over real HTTP: what ``--probe-url`` points to.
+"""An HTTP server that answers for the drivers of many jobs whose pods do not really run; ``--probe-url`` points to it.
 
-Invariant: every job is answered on its own, by the number of times that it was asked before; one that was asked to
-suspend says that it is suspended until it is told to ``resume``.
+Invariant: the answer for a job depends only on the number of earlier requests for that job. After a request to suspend,
+a driver reports that it is suspended until ``resume`` is called.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from aiohttp import web
 from asyncflow.api.status import DriverStatus
 
 Answer = Callable[[int], DriverStatus]
-"""Returns the answer to a question, of which so many came before."""
+"""Returns the answer to a request, from the number of earlier requests."""
 
 
 def steady(_: int) -> DriverStatus:
-    """Answer always the same: a job amid its run."""
+    """Return the same answer every time: a job in the middle of its run."""
     return DriverStatus(phase="Running", step=3, steps=60, reward=0.5, version=3)
 
 
 def stepping(asked: int) -> DriverStatus:
-    """Answer with a step and a reward more each time."""
+    """Return an answer whose step and reward grow with each request."""
     return DriverStatus(phase="Running", step=asked, steps=1_000_000, reward=asked / 1e6, version=asked)
 
 
 class DriverDouble:
-    """All drivers, in a thread of its own."""
+    """The drivers of all jobs, served by one thread."""
 
     def __init__(self, answer: Answer = steady) -> None:
         self._answer = answer
@@ -53,7 +53,7 @@ class DriverDouble:
         self._thread.join(10)
 
     def resume(self, namespace: str, name: str) -> None:
-        """Run a job's driver as if it had just begun."""
+        """End the suspension of a job's driver, as a restart does."""
         self._suspended.discard(f"/{namespace}/{name}/v1/status")
 
     async def _suspend(self, request: web.Request) -> web.Response:

@@ -1,9 +1,10 @@
-"""Feed every decoder of the queue with bytes made by atheris, for longer than `make test` does.
+"""Fuzz every decoder of the queue with atheris, for longer than `make test` does.
 
     python hack/fuzz.py --seconds 60           # all targets, one after another
     python hack/fuzz.py batch --seconds 600    # one
 
-A target fails where anything but the error that it names comes out. `make fuzz` brings atheris, which no test needs.
+A target fails if it raises any other error than the one that it expects. `make fuzz` installs atheris, which no test
+needs.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def header(data: bytes) -> None:
 
 
 def request(data: bytes) -> None:
-    """The body of a message, as each of the requests and replies that there are."""
+    """The body of a message, decoded as every type of request and reply."""
     for decoder in REQUESTS:
         try:
             decoder.decode(data)
@@ -68,13 +69,13 @@ def request(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """Bytes on a plain stream, in chunks whose lengths the first byte says."""
+    """Bytes on a plain stream, in chunks whose length comes from the first byte."""
     for message in _messages(Inbox(most=MOST), data):
         assert sum(map(len, message)) <= len(data)
 
 
 def places(data: bytes) -> None:
-    """Messages from a peer that shares memory: as in ``stream``, with parts that lie there."""
+    """Messages from a peer that shares memory: as in ``stream``, with parts in the shared memory."""
     incoming = Incoming(os.dup(_shared))
     kept = list(_messages(Inbox(most=MOST, take=incoming.take), data))
     incoming.close()
@@ -82,7 +83,7 @@ def places(data: bytes) -> None:
 
 
 def _messages(inbox: Inbox, data: bytes) -> Iterator[list[memoryview]]:
-    """Yield what comes until something is wrong."""
+    """Yield the messages up to the first malformed one."""
     step = 1 + (data[0] if data else 0)
     with contextlib.suppress(ProtocolError):
         for at in range(1, len(data), step):
@@ -99,15 +100,15 @@ def batch(data: bytes) -> None:
     """A batch: a list of its header and its frames."""
     try:
         head, *frames = _pieces.decode(data)
-        told = _header.decode(head)
+        parsed = _header.decode(head)
     except (*framing.MALFORMED, ValueError):
         return
     try:
-        columns = decode_batch(told, frames, max_bytes=MOST)
+        columns = decode_batch(parsed, frames, max_bytes=MOST)
     except ProtocolError:
         return
     for column in columns.values():
-        assert len(column) == told.rows
+        assert len(column) == parsed.rows
         value(column)
 
 
@@ -120,7 +121,7 @@ def value(column: Jagged) -> None:
 
 
 def plain(data: bytes) -> None:
-    """An object, alone and as a row of a column."""
+    """An object, by itself and as a row of a column."""
     with contextlib.suppress(ProtocolError):
         unpack_object(data)
     for dtype in (OBJECT, TEXT):
@@ -136,7 +137,7 @@ def ledger(data: bytes) -> None:
 
 
 def handshake(data: bytes) -> None:
-    """Bytes of an unknown peer in place of a hello or a welcome."""
+    """Bytes of an unknown peer instead of a hello or a welcome."""
     for take in (framing.caller, partial(framing.check_welcome, dialled=b"a server")):
         for parts in _messages(Inbox(most=MOST), data):
             with contextlib.suppress(ProtocolError):
@@ -144,7 +145,7 @@ def handshake(data: bytes) -> None:
 
 
 def feed(data: bytes) -> None:
-    """The feed of a replica: a list of items, taken into its state, and as a snapshot that takes its place."""
+    """The feed of a replica controller: a list of items, applied to its state, and as a snapshot that replaces it."""
     try:
         items = _pieces.decode(data)
     except framing.MALFORMED:
@@ -172,7 +173,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Something valid for each target, from which atheris goes on."""
+    """Return valid inputs for each target, which atheris mutates."""
     call = framing.encode(framing.Call(1, "queue.claim", 1.0, 0))
     claim = framing.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
     admitted = framing.encode([unit_calls.EntryResult([True])])
@@ -195,10 +196,10 @@ def seeds() -> dict[str, list[bytes]]:
     fed = msgspec.msgpack.encode([replication.encode(item) for item in items])
     session = unit_calls.Session(1, 2, 3)
     move = framing.encode(unit_calls.AskMove(session, [7, -1], 2, 16))
-    told = framing.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
+    admit = framing.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
         "header": [call],
-        "request": [claim, move, told, admitted],
+        "request": [claim, move, admit, admitted],
         "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
         "places": [b"\xff" + struct.pack("<QIQ", 12, 1, 1 << 63 | 9 << 40 | 1 << 16)],
         "batch": [pieces],
@@ -211,7 +212,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 def run_all(names: list[str], seconds: int) -> int:
-    """Run targets in processes of their own, since atheris never returns; give how many failed."""
+    """Run each target in its own process, since atheris never returns; return the number of failures."""
     failed = 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -220,8 +221,8 @@ def run_all(names: list[str], seconds: int) -> int:
             words = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", *LIMITS]
             command = [sys.executable, __file__, name, "--here", folder, *words]
             ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        told = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
-        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {told.split()[-1]} inputs")
+        line = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
+        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {line.split()[-1]} inputs")
         if ended.returncode:
             print(ended.stderr[-4000:])
             failed += 1

@@ -1,9 +1,9 @@
-"""Drivers of many jobs at one port, honest and hostile, for the real operator: what ``--probe-url`` points to.
+"""A server that plays the drivers of many jobs, honest and hostile; the operator's ``--probe-url`` points to it.
 
     with HostileDrivers(folder / "drivers") as drivers: OperatorProcess(plane, probe_url=drivers.url)
 
-A job whose name is ``KIND-anything`` with a kind of ``KINDS`` has that hostile driver; any other has an honest one that
-answers at once. Honest and hostile answers come from processes of their own, so that no flood slows an honest answer.
+A job named ``KIND-anything``, with a kind of ``KINDS``, has that hostile driver; any other job has an honest one that
+answers immediately. Honest and hostile answers come from separate processes, so that no flood slows an honest answer.
 """
 
 from __future__ import annotations
@@ -148,7 +148,10 @@ KINDS: Final[dict[str, Callable[[], Said]]] = {
 
 
 class HostileDrivers:
-    """The processes; log: where they say who was asked. ``url`` goes into the operator's setting ``probe_url``."""
+    """The server's processes; ``url`` is for the operator's option ``probe_url``.
+
+    log: the file to which they write the name of each job whose status was requested.
+    """
 
     def __init__(self, log: Path) -> None:
         self._process = Process("hostile drivers", [sys.executable, __file__], log=log)
@@ -163,7 +166,7 @@ class HostileDrivers:
         self._process.end(signal.SIGTERM)
 
     def asked(self) -> dict[str, list[float]]:
-        """Return the times (seconds, monotonic) at which each job's driver was asked for its status, by job."""
+        """Return the times (seconds, monotonic) of the status requests, by job."""
         times: dict[str, list[float]] = defaultdict(list)
         for name, at in map(str.split, self._lines()[1:]):
             times[name].append(float(at))

@@ -1,11 +1,11 @@
-"""Changes that people make with kubectl, drawn from a seed, on a control plane of ``kube`` where pods live.
+"""Random changes that users make with kubectl, from a seed, on a control plane of ``kube`` that simulates pods.
 
-Jobs and a queue that stands alone are edited, also to what is refused, scaled, suspended, deleted and made again; what
-was made for them is deleted, edited, stripped of labels and owners; objects of others appear under names that the jobs
-need; processes die, quotas come and go, and the operator is killed. Then the trouble ends, and everything must become
-what the last specs say, soon; nothing of others may have been touched meanwhile.
+Jobs and a stand-alone queue are edited, also to refused specs, scaled, suspended, deleted and created again. Objects
+that the operator created for them are deleted and edited, and lose labels and owners. Foreign objects appear under
+names that the jobs need. Processes are killed, quotas are added and removed, and the operator is killed. Then the
+changes stop, and the cluster must soon match the last specs. The operator must not have changed a foreign object.
 
-Invariant: what the storm calls foreign is compared, from the moment it exists until the storm itself removes it.
+Invariant: every foreign object is compared with its original from its creation until the storm removes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from operator_process import OperatorProcess
 Json = dict[str, Any]
 
 SETTLE_S: Final = 180.0
-"""Seconds within which all is well after the trouble; a refusal rests for a minute at most."""
+"""Seconds within which the cluster must match the specs after the last change; the operator retries a refused object
+after a minute at most.
+"""
 QUIET_S: Final = 5.0
 _EDIT: Final = {"fieldManager": "kubectl-edit"}
 _EXPECTED: Final = frozenset((400, 403, 404, 409, 422))
-"""What a person is told who comes too late, or asks for what cannot be, or meets the quota."""
+"""HTTP statuses for a change that conflicts with another one, is invalid, or exceeds the quota."""
 _GONE: Final = 404
 _QUEUE_KILLS: Final = 8
-"""Fewer than the failures after which a role of a queue that stands alone stays down."""
+"""Fewer than the number of failures after which a role of a stand-alone queue is no longer restarted."""
 _LABELS: Final = "app.kubernetes.io/managed-by=asyncflow-operator"
 _ROLES: Final = ("driver", "controller", "storage", "rollout", "trainer")
 _BUDGET: Final = {"maxRestarts": 100_000, "windowSeconds": 100_000, "backoffSeconds": 0}
@@ -51,7 +53,7 @@ _EDITS: Final[dict[str, Json]] = {
 
 
 def jobs_of(manifest: Json, namespace: str) -> dict[str, Json]:
-    """Return two jobs like ``manifest`` by name: of few pods, which may fail often, and one of them with a claim."""
+    """Return two jobs like ``manifest``, by name, with few pods that may fail often; one has a claim for the ledger."""
     made = {}
     for name in ("a", "b"):
         made[name] = json.loads(json.dumps(manifest)) | {"metadata": {"name": name, "namespace": namespace}}
@@ -63,10 +65,10 @@ def jobs_of(manifest: Json, namespace: str) -> dict[str, Json]:
 
 
 class Storm:
-    """One storm in a namespace of its own.
+    """One series of changes in a namespace of its own.
 
-    jobs: manifests by name; queue: name of one that stands alone; events: what was done, in order; foreign: what is of
-    others, by path.
+    jobs: manifests by name; queue: name of a stand-alone queue; events: the changes, in order; foreign: the original
+    states of foreign objects, by path.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Storm:
         self.events: list[str] = []
 
     def begin(self) -> None:
-        """Make the jobs and the queue, and wait until they run."""
+        """Create the jobs and the queue, and wait until they run."""
         for name in self._jobs:
             self._make(name)
         queue = {"apiVersion": QUEUE.api_version, "kind": QUEUE.name, "spec": {"storageUnits": 1}}
@@ -101,7 +103,7 @@ class Storm:
         self._until_well()
 
     def run(self, count: int) -> None:
-        """Do ``count`` things, most of them while the last is still being dealt with."""
+        """Make ``count`` changes, most of them while the operator is still handling the previous one."""
         kinds: dict[Callable[[], str], int] = {
             self._edit: 5,
             self._edit_to_what_is_refused: 2,
@@ -133,7 +135,7 @@ class Storm:
             self._provision()
 
     def settle(self) -> float:
-        """End the trouble, wait until everything is as it should be and stays so; return the seconds that it took."""
+        """End the disturbances, wait until the cluster matches the specs and stays so, and return the seconds."""
         self.check_foreign()
         for path in list(self.foreign):
             self._remove(path)
@@ -152,11 +154,11 @@ class Storm:
         return took
 
     def check_foreign(self) -> None:
-        """Compare everything of others with what it was. Raises AssertionError."""
+        """Raise AssertionError if a foreign object differs from its original."""
         for path in self.foreign:
             assert self._is(path), f"{path} was touched, by one of {self._writers(path)}, after {self.events[-20:]}"
 
-    # What people do to jobs.
+    # Changes to jobs.
 
     def _edit(self) -> str:
         name = self._some_job()
@@ -218,7 +220,7 @@ class Storm:
         self._drivers.resume(self._namespace, name)
         self._api.create(RLJOB.path(self._namespace), self._jobs[name])
 
-    # What people do to what was made for them.
+    # Changes to objects that the operator created.
 
     def _delete_a_pod(self) -> str:
         pod = self._some(POD)
@@ -265,7 +267,7 @@ class Storm:
         return f"disown {_called(kind, raw)}"
 
     def _take_a_name(self) -> str:
-        """Replace an object that a job needs by somebody else's of the same name."""
+        """Replace an object that a job needs with a foreign object of the same name."""
         kind = self._dice.choice([kind for kind in _KINDS if kind not in (SYNC, _SECRET)])
         raw = self._some(kind)
         if raw is None:
@@ -297,7 +299,7 @@ class Storm:
         del self.foreign[path]
 
     def _is(self, path: str) -> bool:
-        """Return whether an object of others is there, as it was."""
+        """Return whether a foreign object exists and equals its original."""
         try:
             return _identity(self._api.get(path)) == self.foreign[path]
         except Refused as refused:
@@ -305,7 +307,7 @@ class Storm:
                 raise
             return False
 
-    # What happens.
+    # Failures and quotas.
 
     def _kill_a_process(self) -> str:
         pod = self._some(POD)
@@ -334,7 +336,7 @@ class Storm:
         return "kill the operator"
 
     def _provision(self) -> None:
-        """Make a volume for every claim that waits for one, as a provisioner does."""
+        """Create a volume for every pending claim, as a provisioner does."""
         for claim in self._api.get(_CLAIM.path(self._namespace))["items"]:
             waits = claim["status"].get("phase") == "Pending" and not claim["spec"].get("volumeName")
             uid = claim["metadata"]["uid"]
@@ -345,13 +347,13 @@ class Storm:
             spec |= {"claimRef": {"namespace": self._namespace, "name": claim["metadata"]["name"], "uid": uid}}
             self._api.create("/api/v1/persistentvolumes", {"metadata": {"name": uid}, "spec": spec})
 
-    # What is looked at.
+    # Reading the cluster.
 
     def _some_job(self) -> str:
         return self._dice.choice(sorted(self._jobs))
 
     def _some(self, kind: Kind) -> Json | None:
-        """Choose one of what the operator has made, by its labels; None where there is none."""
+        """Return a random object with the operator's label; None if there is none."""
         items = [
             {"apiVersion": kind.api_version, "kind": kind.name} | raw
             for raw in self._api.get(kind.path(self._namespace), labelSelector=_LABELS)["items"]
@@ -377,7 +379,7 @@ class Storm:
             time.sleep(0.3)
 
     def ailments(self) -> list[str]:
-        """Say what is not as the specs say."""
+        """Return the differences between the cluster and the specs."""
         pods = self._api.get(POD.path(self._namespace))["items"]
         found = []
         for name, manifest in self._jobs.items():
@@ -398,7 +400,7 @@ class Storm:
         return found + self._of(self._queue, "asyncflow.dev/queue", pods, wanted)
 
     def _of(self, name: str, label: str, pods: list[Json], wanted: dict[str, int]) -> list[str]:
-        """Compare the pods of a job or of a queue that stands alone."""
+        """Return the difference between the wanted and the running pods of a job or of a stand-alone queue."""
         running = Counter(
             pod["metadata"]["labels"].get("asyncflow.dev/role", "")
             for pod in pods
@@ -407,7 +409,7 @@ class Storm:
         return [] if running == Counter(wanted) else [f"{name}: {dict(running)} instead of {wanted}"]
 
     def _objects_of(self, job: Json, units: int) -> list[str]:
-        """Compare the objects beside pods: there, the job's own, with what was written into them."""
+        """Return the errors of a job's objects other than pods: a missing owner or label, or a wrong content."""
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         found = []
         for kind, each in (
@@ -429,11 +431,11 @@ class Storm:
             elif kind is QUEUE and raw["spec"]["storageUnits"] != units:
                 found.append(f"{kind.name}/{each} has {raw['spec']['storageUnits']} units")
             elif edit and kind is not QUEUE and _agrees(raw, edit):
-                found.append(f"{kind.name}/{each} says what somebody wrote into it")
+                found.append(f"{kind.name}/{each} still has a foreign edit")
         return found
 
     def _be_quiet(self) -> None:
-        """Wait until the operator writes nothing any more. Raises AssertionError where it does not stop."""
+        """Wait until the operator stops writing. Raises AssertionError if it does not stop."""
         deadline = time.monotonic() + SETTLE_S
         before = self._writes()
         while True:
@@ -441,11 +443,11 @@ class Storm:
             after = self._writes()
             if after == before:
                 return
-            assert time.monotonic() < deadline, f"the operator goes on writing, after {self.events}"
+            assert time.monotonic() < deadline, f"the operator keeps writing, after {self.events}"
             before = after
 
     def _writers(self, path: str) -> list[str]:
-        """Return who wrote to an object, and how, the latest last."""
+        """Return the last writes to an object, with their users, the latest last."""
         return [
             f"{each.at:%H:%M:%S.%f} {each.user} {each.agent.partition('/')[0]} {each.verb}: {each.code}"
             for each in self._plane.requests()
@@ -458,8 +460,8 @@ class Storm:
 
 
 def _identity(raw: Json) -> str:
-    """Return what of an object another manager could have changed; its status is its own controller's, and so are the
-    annotations of Kubernetes, which binds claims.
+    """Return the parts of an object that another manager could change, without those that Kubernetes itself writes: the
+    status, and the annotations and names with which it binds claims and pods.
     """
     meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "ownerReferences")}
     annotations = raw["metadata"].get("annotations") or {}

@@ -1,7 +1,7 @@
-"""The real operator as a process on a control plane of ``kube``: for tests and benchmarks.
+"""The real operator as a process on a control plane of ``kube``, for tests and benchmarks.
 
-Invariant: it runs as an installed one does, by its command line, and dies with whoever started it. Who waits for
-it, or for a plane that relies on it, starts it again where it ended because it led no more, as a kubelet does.
+Invariant: the operator runs by its command line, as an installed one does, and ends with the process that started it.
+If it ended because it lost the lead, a wait for it, or for a plane that relies on it, restarts it as a kubelet does.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NAMESPACES: Final = "/api/v1/namespaces"
 class OperatorProcess:
     """One operator.
 
-    kubeconfig: as whom it works, the administrator by default; options: of ``asyncflow-operator run``, by name. Drivers
-    take orders where they are asked, and without TLS: those of tests stand for many jobs at one address.
+    kubeconfig: its user, by default the administrator; options: options of ``asyncflow-operator run``, by name.
+    Commands go to the same address as status requests, without TLS, since a test has one server for all drivers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OperatorProcess:
         key = plane.folder / "master.key"
         if not key.exists():
             key.write_text(secrets.token_hex(32))
-        given = {
+        arguments = {
             "kubeconfig": kubeconfig or plane.admin,
             "key-file": key,
             "identity": name,
@@ -54,17 +54,17 @@ class OperatorProcess:
             "probe-url": "http://127.0.0.1:1/{namespace}/{name}",
             "control-url": options.get("probe_url", "http://127.0.0.1:1/{namespace}/{name}"),
         } | {option.replace("_", "-"): value for option, value in options.items()}
-        words = [str(word) for option, value in given.items() for word in (f"--{option}", value)]
+        words = [str(word) for option, value in arguments.items() for word in (f"--{option}", value)]
         command = [sys.executable, "-m", "asyncflow_operator", "run", *words]
         self.process = Restarted(name, command, log=plane.folder / "log" / name, status=REPLACED)
 
     @property
     def log(self) -> str:
-        """All that it has written."""
+        """The content of its log."""
         return self.process.log.read_text()
 
     def start(self, *, timeout_s: float = 60.0) -> None:
-        """Start it and wait until it has listed everything; it may yet have to wait for the lead."""
+        """Start the operator and wait until it has listed all objects; it need not lead yet."""
         if not self._plane.api.exists(f"{_NAMESPACES}/{NAMESPACE}"):
             self._plane.api.create(_NAMESPACES, {"metadata": {"name": NAMESPACE}})
         self.process.start()
@@ -73,7 +73,7 @@ class OperatorProcess:
         )
 
     def lead(self, *, timeout_s: float = 60.0) -> None:
-        """Wait until it leads."""
+        """Wait until the operator leads."""
         wait_until(
             lambda: self.total("asyncflow_operator_leads_flag") == 1,
             "the operator to lead",
@@ -82,7 +82,7 @@ class OperatorProcess:
         )
 
     def get(self, path: str) -> tuple[int, str]:
-        """Ask it by HTTP; status 0 where nobody answers."""
+        """Return status and body of an HTTP request to the operator; status 0 if it does not answer."""
         try:
             with urllib.request.urlopen(f"http://{LOOPBACK}:{self._port}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
@@ -92,16 +92,16 @@ class OperatorProcess:
             return 0, ""
 
     def metrics(self) -> list[Metric]:
-        """Return all its metrics."""
+        """Return the operator's metrics."""
         return list(text_string_to_metric_families(self.get("/metrics")[1]))
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of this name that have these labels."""
+        """Return the sum of the samples with this name and these labels."""
         samples = (sample for metric in self.metrics() for sample in metric.samples if sample.name == name)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def quantile(self, name: str, share: float, **labels: str) -> float:
-        """Return an upper bound of a histogram's quantile: the bucket that it lies in."""
+        """Return an upper bound of a histogram's quantile: the upper limit of its bucket."""
         buckets: dict[float, float] = {}
         for metric in self.metrics():
             for sample in metric.samples:
@@ -112,18 +112,18 @@ class OperatorProcess:
         return min((bound for bound, count in buckets.items() if count >= share * whole), default=0.0)
 
     def peak_bytes(self) -> int:
-        """Return the most memory that it has had resident."""
+        """Return the peak of its resident memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
     def stop(self) -> int:
-        """Ask it to end, as the kubelet does, and give its exit status."""
+        """Send SIGTERM, as the kubelet does, and return the exit status."""
         pid = self.process.pid
         self.process.send(signal.SIGTERM)
         return self.wait(pid)
 
     def wait(self, pid: int | None = None, *, timeout_s: float = _END_S) -> int:
-        """Wait until it has ended and give its exit status."""
+        """Wait until the process has ended, and return its exit status."""
         pid = pid or self.process.pid
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The rights that the chart gives its operator: granted to those of tests on a control plane, compared with use.
+"""The rights that the chart grants to the operator: grant them to operators of tests, and compare them with their use.
 
-Invariant: the rules are the chart's own, as the files of ``deploy/`` have them; only who has them, and in which
-namespaces the Lease may lie, is widened, so that several operators run side by side and the audit log tells them apart.
+Invariant: the rules are those of the chart, read from ``deploy/``. Only the subjects and the namespace of the Lease
+differ, so that several operators can run at the same time and the audit log distinguishes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORBIDDEN: Final = 403
 
 
 class Right(NamedTuple):
-    """One verb on one resource, in the words of RBAC: ``Right("", "pods", "list")``."""
+    """One verb on one resource, in the terms of RBAC: ``Right("", "pods", "list")``."""
 
     group: str
     resource: str
@@ -45,7 +45,7 @@ class Right(NamedTuple):
 
 
 def grant(plane: ControlPlane, namespace: str) -> None:
-    """Allow the service accounts of ``NAMESPACE`` what the chart allows its operator; the Lease is in ``namespace``."""
+    """Grant the chart's rights to the service accounts of ``NAMESPACE``. namespace: the namespace of the Lease."""
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         _apply(plane, kind, _NAME, where="")
     for kind in _ROLES:
@@ -53,9 +53,9 @@ def grant(plane: ControlPlane, namespace: str) -> None:
 
 
 def grant_in(plane: ControlPlane, namespace: str, *, account: tuple[str, str], leads: bool) -> None:
-    """Allow a service account, namespace and name, in one namespace what the chart allows an operator of single ones.
+    """Grant a service account, in one namespace, the rights of an operator that is restricted to namespaces.
 
-    leads: whether the Lease is there.
+    account: its namespace and name; leads: whether the Lease is in this namespace.
     """
     subject = {"kind": "ServiceAccount", "namespace": account[0], "name": account[1]}
     for name in (_JOBS, *([_LEADER] if leads else ())):
@@ -71,7 +71,7 @@ def grant_in(plane: ControlPlane, namespace: str, *, account: tuple[str, str], l
 
 
 def revoke_in(plane: ControlPlane, namespace: str) -> None:
-    """Take back what ``grant_in`` has granted in a namespace where no Lease is."""
+    """Revoke the rights that ``grant_in`` granted in a namespace without a Lease."""
     for kind in _ROLES:
         plane.api.delete(f"{_RBAC}/namespaces/{namespace}/{kind.lower()}s/{_JOBS}")
 
@@ -82,7 +82,7 @@ def account(plane: ControlPlane, name: str) -> Path:
 
 
 def of(plane: ControlPlane, name: str = "") -> list[Request]:
-    """Return the requests so far of the operator ``name``, or of all that ``account`` was called for."""
+    """Return the requests so far of the operator ``name``, or of all operators in ``NAMESPACE``."""
     if name:
         return plane.requests(user=_USERS + name)
     return [each for each in plane.requests() if each.user.startswith(_USERS)]
@@ -101,9 +101,9 @@ def granted() -> set[Right]:
 
 
 def used(requests: Iterable[Request]) -> set[Right]:
-    """Return every right that was needed for ``requests``.
+    """Return every right that ``requests`` needed.
 
-    A server-side apply is recorded as a patch; where it made the object (201) the server has asked for ``create`` too.
+    The log has a server-side apply as a patch; if it created the object (201), it also needed ``create``.
     """
     return {right for request in requests if request.code != _FORBIDDEN for right in _needed(request)}
 

@@ -1,9 +1,9 @@
-"""The chart's rules, evaluated by Prometheus' own engine over series that running processes have exposed.
+"""Evaluation of the chart's alert rules by Prometheus' own engine, over series that running processes exposed.
 
     scraped = scrape(text, namespace="team", rljob="math")
     check(course(scraped, minutes=60, changes={...}), minutes=60, firing=[{"alertname": "AsyncFlowQueueFull", ...}])
 
-Names and labels are those of a real scrape, so a rule that asks for what nobody exposes stays silent; only time is
+Names and labels come from a real scrape, so a rule over a series that no process exposes does not fire. Only time is
 simulated, by ``promtool test rules``, because alerts wait for minutes.
 """
 
@@ -34,12 +34,12 @@ class Series(NamedTuple):
         return self.name + "{" + ", ".join(f"{key}={json.dumps(value)}" for key, value in self.labels) + "}"
 
     def has(self, name: str, labels: Mapping[str, str]) -> bool:
-        """Return whether it is one of the series ``name`` with these labels."""
+        """Return whether the series has this name and these labels, possibly with more labels."""
         return self.name == name and labels.items() <= dict(self.labels).items()
 
 
 class Change(NamedTuple):
-    """A change of the series ``name`` with ``labels``: it begins at ``to``, if given, and moves ``by`` a minute."""
+    """A change of the series ``name`` with ``labels``: it starts at ``to``, if set, and grows by ``by`` per minute."""
 
     name: str
     labels: Mapping[str, str]
@@ -48,11 +48,11 @@ class Change(NamedTuple):
 
 
 class RuleError(AssertionError):
-    """The rules do not say what was expected of them."""
+    """The result of the rules differs from the expected one."""
 
 
 def scrape(text: str, **target: str) -> dict[Series, float]:
-    """Return what a process has exposed, with the labels that the scraper adds to it."""
+    """Return the series that a process exposed, with the labels that the scraper adds."""
     return {
         Series(sample.name, tuple(sorted({**sample.labels, **target}.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -61,13 +61,15 @@ def scrape(text: str, **target: str) -> dict[Series, float]:
 
 
 def course(scraped: Mapping[Series, float], *, minutes: int, changes: Iterable[Change] = ()) -> dict[str, str]:
-    """Return how series go on: as they are, but for ``changes``. Raises RuleError where a change is of no series."""
+    """Return the values of the series over time: constant, except for ``changes``. Raises RuleError if a change matches
+    no series.
+    """
     values = {series: (value, 0.0) for series, value in scraped.items()}
     for change in changes:
-        meant = [series for series in values if series.has(change.name, change.labels)]
-        if not meant:
-            raise RuleError(f"nobody exposes {change.name} with {dict(change.labels)}")
-        for series in meant:
+        matching = [series for series in values if series.has(change.name, change.labels)]
+        if not matching:
+            raise RuleError(f"no process exposes {change.name} with {dict(change.labels)}")
+        for series in matching:
             values[series] = (values[series][0] if change.to is None else change.to, change.by)
     return {str(series): f"{first:g}+{by:g}x{minutes}" for series, (first, by) in values.items()}
 
@@ -79,9 +81,10 @@ def check(
     firing: Sequence[Mapping[str, str]] | None = None,
     values: Mapping[str, float] | None = None,
 ) -> None:
-    """Evaluate the rules each minute. Raises RuleError where they say anything else than expected.
+    """Evaluate the rules each minute. Raises RuleError if a result differs from the expected one.
 
-    firing: the labels of all alerts that fire at the end; values: of expressions, each of one sample without labels.
+    firing: the labels of all alerts that fire at the end; values: the values of expressions at the end, each of which
+    gives one sample without labels.
     """
     expected: list[dict[str, object]] = []
     if firing is not None:
@@ -105,7 +108,7 @@ def check(
 
 
 def lint() -> None:
-    """Make Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
+    """Validate the rules, including their templates, with promtool. Raises RuleError if it refuses one."""
     _promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
 
 

@@ -1,8 +1,8 @@
-"""Kills and scalings of one job's rollouts, drawn from a seed, on a control plane of ``kube`` where pods live.
+"""Random kills and scalings of one job's rollouts, from a seed, on a control plane of ``kube`` that simulates pods.
 
-A rollout is killed (137, out of memory), deleted by a person, or deleted by the cluster because its node does not
-answer, so that the deletion never ends by itself; the job is scaled by its scale subresource, as kubectl and an HPA do.
-Invariant: nothing but rollouts is ever touched, so whatever else begins anew is the operator's doing.
+A rollout is killed (137, out of memory), deleted by a user, or deleted by the cluster because its node does not answer,
+so that the deletion never completes by itself. The job is scaled by its scale subresource, as kubectl and an HPA do.
+Invariant: only rollouts are disturbed, so the restart of any other process is caused by the operator.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from kube.rest import Refused
 _JOBS: Final = "/apis/asyncflow.dev/v1alpha1/namespaces/{}/rljobs"
 _ROLE: Final = "asyncflow.dev/role"
 _GONE: Final = 404
-"""What was chosen went by itself in the meantime."""
+"""The chosen pod was removed in the meantime."""
 SETTLE_S: Final = 120.0
 
 Json = dict[str, Any]
 
 
 class Storm:
-    """One storm. most: rollouts at a time; events: what happened, in order, and ``scalings``: from and to how many."""
+    """One series of kills and scalings.
+
+    most: the largest number of rollouts; events: the actions, in order; scalings: the numbers of rollouts before and
+    after each scaling.
+    """
 
     def __init__(self, plane: ControlPlane, namespace: str, name: str, *, seed: int, most: int) -> None:
         self._plane = plane
@@ -37,7 +41,7 @@ class Storm:
         self.scalings: list[tuple[int, int]] = []
 
     def run(self, count: int) -> None:
-        """Do ``count`` things; each scaling begins when the job is settled, so that its time is its own."""
+        """Perform ``count`` actions. Each scaling starts from a settled job, so that its duration can be measured."""
         kinds: list[Callable[[], None]] = [self._kill, self._delete, self._lose_node, self._scale]
         while len(self.events) < count:
             try:
@@ -48,11 +52,11 @@ class Storm:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until exactly the wanted rollouts run."""
+        """Wait until exactly the wanted number of rollouts runs."""
         self._plane.wait_until(self._is_settled, "the rollouts to be as many as wanted", timeout_s=SETTLE_S)
 
     def others(self) -> dict[str, tuple[str, str]]:
-        """Return UID and attempt of every pod that is no rollout, by name."""
+        """Return UID and attempt of every pod that is not a rollout, by name."""
         pods = [pod for pod in self._pods() if pod["metadata"]["labels"][_ROLE] != "rollout"]
         return {
             pod["metadata"]["name"]: (pod["metadata"]["uid"], pod["metadata"]["labels"]["asyncflow.dev/attempt"])
@@ -74,7 +78,7 @@ class Storm:
             self.events.append("delete")
 
     def _lose_node(self) -> None:
-        """Take a pod away whose node does not answer."""
+        """Delete a pod whose node does not answer."""
         if pod := self._victim():
             self._annotate(pod, lost="true")
             self._plane.api.delete(self._path(pod))

@@ -1,17 +1,16 @@
-"""Check the language of the code and of the commits: words, first lines of docstrings, class names, subjects.
+"""Check the language of code and commits: words, first lines of docstrings, class names, commit subjects.
 
 ``python hack/words.py FOLDER...`` prints every finding as ``file:line: word -> use another``, and exits 1 if there is
 any. The rules are:
 
-* words: a word of ``words.txt`` in the name of a module, class, function, parameter or field, in a docstring, a log
-  line or an error.
-* first: the docstring of a module, class or function that begins with "Give", or with "Who", "What", "How" or
-  "Whether".
-* class: a public class whose name another module of the runtime or of the operator has, too.
-* commit: a subject of more than 72 characters, or one whose first word is no imperative, as far as a short rule can
-  tell.
+* words: a word of ``words.txt`` occurs in the name of a module, class, function, parameter or field, in a docstring, a
+  log line or an error.
+* first: the docstring of a module, class or function starts with "Give", "Who", "What", "How" or "Whether".
+* class: two modules of the runtime or of the operator have a public class of the same name.
+* commit: a subject has more than 72 characters, or its first word is not an imperative, as far as a short rule can
+  detect this.
 
-Invariant: a rule reads syntax trees, so neither a comment nor a string that is only data is a finding.
+Invariant: the rules for code read syntax trees, so a comment, or a string that is only data, is never a finding.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLE: Final = Path(__file__).with_suffix(".txt")
-ROOMS: Final = (ROOT / "runtime" / "asyncflow", ROOT / "operator" / "asyncflow_operator")
+PACKAGES: Final = (ROOT / "runtime" / "asyncflow", ROOT / "operator" / "asyncflow_operator")
 MOST: Final = 72
 MOST_COMMITS: Final = 50
 _NAMES_ONLY: Final = "names:"
@@ -47,7 +46,7 @@ _ENDINGS: Final = re.compile(r"(?<=[a-z])(ed|ing|(?<!s)s)$")
 _IMPERATIVES: Final = frozenset(
     ("bring", "embed", "exceed", "feed", "focus", "need", "ping", "proceed", "ring", "seed", "shed", "speed", "succeed")
 )
-"""Imperatives that end as a past tense, a gerund or a third person does."""
+"""Imperatives with the ending of a past tense, a gerund or a third person."""
 _NO_VERBS: Final = frozenset(
     (
         "a",
@@ -87,7 +86,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A row of the table. names_only: whether it may stand in text; allowed: where it is no finding."""
+    """A row of the table.
+
+    names_only: whether the word is banned only in names; allowed: ``path:name`` or ``path:line`` without a finding.
+    """
 
     pattern: str
     use: str
@@ -95,13 +97,13 @@ class Word:
     allowed: re.Pattern[str] | None
 
     def in_name(self, name: str, path: str) -> str:
-        """Return the part of a name that is this word, "" if none is."""
+        """Return the part of a name that matches this word, "" if none does."""
         if self.allowed is not None and self.allowed.search(f"{path}:{name}"):
             return ""
         return next((part for part in _parts(name) if re.fullmatch(self.pattern, part, re.IGNORECASE)), "")
 
     def in_text(self, line: str, path: str) -> str:
-        """Return this word as it stands in a line of text, "" if it does not."""
+        """Return the part of a line of text that matches this word, "" if none does."""
         if self.names_only or (self.allowed is not None and self.allowed.search(f"{path}:{line}")):
             return ""
         match = re.search(rf"\b(?:{self.pattern})\b", line, re.IGNORECASE)
@@ -121,7 +123,7 @@ def read_table(text: str) -> tuple[Word, ...]:
 
 
 def check_module(source: str, path: str, words: Sequence[Word]) -> Iterator[Finding]:
-    """Yield the findings in one module. path: as it is shown, relative to the repository."""
+    """Yield the findings in one module. path: relative to the repository."""
     tree = ast.parse(source)
     file = Path(path)
     for line, name in ((1, file.parent.name if file.stem == "__init__" else file.stem), *_names(tree)):
@@ -140,7 +142,7 @@ def check_module(source: str, path: str, words: Sequence[Word]) -> Iterator[Find
 
 
 def check_classes(sources: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each public class whose name another module has. sources: by path."""
+    """Yield a finding for each public class whose name another module also uses. sources: by path."""
     places: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, source in sources.items():
         for node in ast.parse(source).body:
@@ -153,7 +155,7 @@ def check_classes(sources: dict[str, str]) -> Iterator[Finding]:
 
 
 def check_subject(commit: str, subject: str) -> Iterator[Finding]:
-    """Yield what is wrong with the subject of a commit."""
+    """Yield the findings in the subject of a commit."""
     if len(subject) > MOST:
         yield Finding(commit, "commit", f'"{subject}" ({len(subject)} characters)', f"at most {MOST} characters")
     first = subject.partition(" ")[0]
@@ -163,10 +165,10 @@ def check_subject(commit: str, subject: str) -> Iterator[Finding]:
 
 
 def commits(base: str | None) -> list[tuple[str, str]]:
-    """Return hash and subject of the commits since ``base``, merges left out; none outside of a repository.
+    """Return hash and subject of the commits since ``base``, without merges; none outside of a repository.
 
-    By default they begin where the branch left its upstream. Without an upstream, or on it, they are the latest 50, of
-    those that came after this check.
+    By default, ``base`` is the commit where the branch left its upstream, or, without an upstream or on it, the commit
+    that added this check. At most the latest 50 commits are returned.
     """
     if base is None:
         upstream = _git("merge-base", "HEAD", "@{upstream}").strip()
@@ -180,7 +182,7 @@ def commits(base: str | None) -> list[tuple[str, str]]:
 
 def check(folders: Sequence[Path], *, words: Sequence[Word], base: str | None) -> list[Finding]:
     """Return all findings in the folders and in the commits, in order."""
-    sources = {_shown(path): path.read_text() for room in ROOMS for path in sorted(room.rglob("*.py"))}
+    sources = {_shown(path): path.read_text() for package in PACKAGES for path in sorted(package.rglob("*.py"))}
     chosen = {_shown(path) for folder in folders for path in folder.resolve().rglob("*.py")}
     found = [finding for path in chosen for finding in check_module((ROOT / path).read_text(), path, words)]
     found += (finding for finding in check_classes(sources) if finding.where.rpartition(":")[0] in chosen)
@@ -195,13 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--base", help="check the commits since this one; by default since the upstream, or the last 50"
     )
-    parser.add_argument("--summary", action="store_true", help="print only how many findings each rule has")
-    given = parser.parse_args(arguments)
-    if empty := [folder for folder in given.folders if not any(folder.rglob("*.py"))]:
+    parser.add_argument("--summary", action="store_true", help="print only the number of findings of each rule")
+    options = parser.parse_args(arguments)
+    if empty := [folder for folder in options.folders if not any(folder.rglob("*.py"))]:
         parser.error(f"no Python file in {', '.join(map(str, empty))}")
-    found = check(given.folders, words=read_table(TABLE.read_text()), base=given.base)
+    found = check(options.folders, words=read_table(TABLE.read_text()), base=options.base)
     counts = Counter(finding.rule for finding in found)
-    lines = [f"{rule}: {count}" for rule, count in sorted(counts.items())] if given.summary else map(str, found)
+    lines = [f"{rule}: {count}" for rule, count in sorted(counts.items())] if options.summary else map(str, found)
     sys.stdout.writelines(f"{line}\n" for line in lines)
     return 1 if found else 0
 
@@ -263,7 +265,7 @@ def _shown(path: Path) -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Return what a git command prints; "" where it fails, as outside of a repository."""
+    """Return the output of a git command; "" if it fails, for example outside of a repository."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else ""
 

@@ -1,4 +1,4 @@
-"""``python -m e2e``: tell the story, and end with 0 if every check held. Needs root (see ``node.machine``)."""
+"""``python -m e2e``: run the end-to-end test; exit with 0 if every check held. Needs root (see ``node.machine``)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CHAPTERS: Final = (story.load_images, story.install, story.train, story.disturb
 
 def main() -> int:
     """Run the chapters on a fresh node."""
-    parser = argparse.ArgumentParser(prog="e2e", description="Everything, end to end, on a real node. Needs root.")
-    parser.add_argument("--transcript", type=Path, default=ROOT / "runs" / "e2e.txt", help="where it is written down")
+    parser = argparse.ArgumentParser(prog="e2e", description="Run the end-to-end test on a real node. Needs root.")
+    parser.add_argument("--transcript", type=Path, default=ROOT / "runs" / "e2e.txt", help="file for the transcript")
     transcript = Transcript(parser.parse_args().transcript)
     began = time.monotonic()
     try:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _autopsy(scene: Scene, error: Exception) -> None:
-    """Tell why the story ended early, with what a person would look at next."""
+    """Record why the test ended early, with the output of commands that help to find the cause."""
     scene.transcript.check("the story goes on", holds=False, found=error)
     for look in (
         ("get", "pods", "--all-namespaces", "--output", "wide"),

@@ -1,7 +1,7 @@
-"""The cluster as the story sees it: objects, their states, and what is done to them.
+"""Access of the end-to-end test to its cluster: read objects, change them, and kill processes.
 
-Invariant: reading is through the API server as a user would, killing is through the node, as a machine would; every
-wait has a deadline and says what it waits for.
+Invariant: objects are read through the API server, as a user does; processes are killed through the node, as the
+kernel does. Every wait has a deadline and names its condition.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 
 class Scene:
-    """A node and the story that is told of it."""
+    """A node, and the transcript of the test on it."""
 
     def __init__(self, node: Node, transcript: Transcript) -> None:
         self.node = node
@@ -47,13 +47,13 @@ class Scene:
         self._shown = ""
 
     def kubectl(self, *arguments: str) -> str:
-        """Run kubectl as part of the story."""
+        """Run kubectl, and record the command and its output."""
         printed = self.node.plane.kubectl(*arguments)
         self.transcript.command(f"kubectl {' '.join(arguments)}", printed)
         return printed
 
     def helm(self, *arguments: str) -> None:
-        """Run Helm as part of the story. Raises PlaneError with what it said."""
+        """Run Helm, and record the command and its output. Raises PlaneError if it ends with an error."""
         ended = subprocess.run(
             [binary("helm"), *arguments],
             env=os.environ
@@ -69,7 +69,7 @@ class Scene:
             raise PlaneError(f"helm {arguments[0]} ended with {ended.returncode}")
 
     def make_volume(self, claim: str) -> Path:
-        """Make the PersistentVolume that a claim of this name is going to be bound to: nobody else makes it here."""
+        """Create the PersistentVolume for a claim of this name; the cluster has no provisioner."""
         place = self.node.folder / "volumes" / claim
         place.mkdir(parents=True)
         here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE_NAME]}
@@ -87,7 +87,7 @@ class Scene:
         return place
 
     def apply(self, overlay: Path) -> None:
-        """Apply a folder of kustomize, which may refer to files beside it."""
+        """Apply a kustomize folder, which may refer to files outside of it."""
         options = ("--load-restrictor", "LoadRestrictionsNone")
         manifest = self.node.plane.kubectl("kustomize", *options, str(overlay))
         words = f"kubectl kustomize {' '.join(options)} {overlay.relative_to(ROOT)} | kubectl apply -f -"
@@ -98,7 +98,7 @@ class Scene:
         return dict(self.node.plane.api.get(f"{_JOBS}/{job}").get("status", {}))
 
     def pod(self, name: str) -> Json | None:
-        """Return a pod that is not on its way out."""
+        """Return a pod; None if it does not exist or is being deleted."""
         try:
             pod = self.node.plane.api.get(f"{_PODS}/{name}")
         except Refused as refused:
@@ -108,18 +108,18 @@ class Scene:
         return None if pod["metadata"].get("deletionTimestamp") else pod
 
     def uid(self, name: str) -> str:
-        """Return the UID of a pod, "" where there is none that stays."""
+        """Return the UID of a pod; "" if it does not exist or is being deleted."""
         pod = self.pod(name)
         return str(pod["metadata"]["uid"]) if pod else ""
 
     def secret(self, name: str, key: str) -> bytes:
-        """Return an entry of a Secret of the namespace of jobs."""
+        """Return an entry of a Secret in the namespace of the jobs."""
         data = self.node.plane.api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")["data"]
         return base64.b64decode(data[key])
 
     @contextlib.contextmanager
     def forwarded(self, pod: str, port: int) -> Iterator[int]:
-        """Run ``kubectl port-forward`` during the body; yields the port of this machine that leads to the pod's."""
+        """Run ``kubectl port-forward`` during the body, and yield the local port that leads to the pod's port."""
         options = ("--kubeconfig", str(self.node.plane.admin), "--pod-running-timeout", "30s")
         command = [str(binary("kubectl")), "port-forward", *options, f"pod/{pod}", f":{port}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
@@ -132,16 +132,16 @@ class Scene:
                 running.terminate()
 
     def kill(self, name: str) -> None:
-        """Kill the process of a pod as the machine does that runs out of memory."""
+        """Kill the process of a pod, as the kernel does when memory runs out."""
         pod = self.pod(name)
         if pod is None:
-            raise PlaneError(f"{name} is not there to be killed")
+            raise PlaneError(f"cannot kill {name}: the pod does not exist")
         container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         self.node.kill(container)
         self.transcript.say(f"SIGKILL to the process of {name}")
 
     def show(self, job: str) -> None:
-        """Tell where a job stands, where that has changed."""
+        """Record the state of a job if it has changed since the last call."""
         table = self.node.plane.kubectl("get", "rlj", job)
         row = table.rpartition(" ")[0]
         if row != self._shown:
@@ -149,7 +149,7 @@ class Scene:
             self.transcript.command(f"kubectl get rlj {job}", table)
 
     def wait(self, condition: Callable[[], object], what: str, *, timeout_s: float = _SOON_S) -> None:
-        """Wait, and tell how long it took."""
+        """Wait until ``condition`` holds, and record how long it took."""
         with self.transcript.timed(f"waited for {what}"):
             self.node.wait_until(condition, what, timeout_s=timeout_s)
 
@@ -160,7 +160,7 @@ class Scene:
         return int(step), float(accuracy), float(greedy)
 
     def left(self, *kinds: str, namespace: str, selector: str = "") -> list[str]:
-        """Return what there is of some kinds, as ``kind/name``."""
+        """Return the existing objects of some kinds, as ``kind/name``."""
         options = ("--selector", selector) if selector else ()
         printed = self.node.plane.kubectl(
             *("get", ",".join(kinds), "--namespace", namespace, "--output", "json", *options)
@@ -169,6 +169,6 @@ class Scene:
         return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in items)
 
     def kinds(self) -> list[str]:
-        """Return every kind of object that may lie in a namespace, but for events, which say what was."""
+        """Return every kind of namespaced object, except events, which only describe the past."""
         listed = self.node.plane.kubectl("api-resources", "--namespaced", "--verbs", "list", "--output", "name").split()
         return [kind for kind in listed if not kind.startswith("events")]

@@ -1,4 +1,4 @@
-"""The chapters, each a function of the scene; what one needs of another it finds in the cluster."""
+"""The chapters of the end-to-end test, each a function of the scene. They share state only through the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCURACY: Final = 0.85
 _HERE: Final = Path(__file__).parent
 _TRAINED_S: Final = 1200.0
 _SHOWN: Final = 6
-"""How often a job is shown while it trains."""
+"""The number of times that the state of a job is recorded while it trains."""
 _AUDIT_S: Final = 60.0
 _RESTRICTED: Final = "pod-security.kubernetes.io/enforce=restricted"
 _OPERATOR: Final = f"system:serviceaccount:{SYSTEM}:{RELEASE}-operator"
@@ -32,11 +32,11 @@ _STAYS: Final = {
     "ConfigMap/kube-root-ca.crt": "Kubernetes' own",
     "ServiceAccount/default": "Kubernetes' own",
 }
-"""What may lie in the operator's namespace when it is gone, and why."""
+"""Objects that may remain in the operator's namespace after its removal, with the reason."""
 
 
 def load_images(scene: Scene) -> None:
-    """Make our images, and give them to the node."""
+    """Build the project's images, and load them into the node."""
     scene.transcript.chapter("Our images, made offline")
     for name in IMAGES:
         with scene.transcript.timed(f"make {name}"):
@@ -46,7 +46,7 @@ def load_images(scene: Scene) -> None:
 
 
 def install(scene: Scene) -> None:
-    """Install the chart, in namespaces that enforce what we promise."""
+    """Install the chart, in namespaces that enforce the restricted Pod Security Standard."""
     scene.transcript.chapter("The chart")
     scene.kubectl("create", "namespace", SYSTEM)
     scene.kubectl("label", "namespace", SYSTEM, NAMESPACE, _RESTRICTED)
@@ -57,7 +57,7 @@ def install(scene: Scene) -> None:
 
 
 def train(scene: Scene) -> None:
-    """Train the quickstart as it is."""
+    """Train the unchanged quickstart."""
     scene.transcript.chapter("examples/quickstart.yaml trains")
     ledger = _begin(scene, "quickstart", _HERE / "quickstart")
     scene.kubectl("get", "rljobs,transferqueues,weightsyncs,pods,services,persistentvolumeclaims")
@@ -66,7 +66,7 @@ def train(scene: Scene) -> None:
 
 
 def disturb(scene: Scene) -> None:
-    """Train it again, while rollouts come and go and processes die."""
+    """Train it again, while rollouts are added and removed and processes are killed."""
     job = "quickstart-disturbed"
     scene.transcript.chapter("The same with more steps, disturbed")
     ledger = _begin(scene, job, _HERE / "disturbed")
@@ -94,7 +94,7 @@ def disturb(scene: Scene) -> None:
 
 
 def clean(scene: Scene) -> None:
-    """Delete the jobs, then the chart, and look at what is left."""
+    """Delete the jobs, then the chart, and check the remaining objects."""
     scene.transcript.chapter("What is left")
     scene.kubectl("delete", "rlj", "--all")
     kinds = scene.kinds()
@@ -113,7 +113,7 @@ def clean(scene: Scene) -> None:
 
 
 def _begin(scene: Scene, job: str, overlay: Path) -> Path:
-    """Make the volumes and the job; gives where the ledger lies."""
+    """Create the volumes and the job; return the folder of the ledger."""
     ledger, _ = (scene.make_volume(f"{job}-{volume}") for volume in ("ledger", "checkpoints"))
     scene.apply(overlay)
     scene.wait(lambda: scene.status(job).get("phase") == "Running", f"{job} to be running", timeout_s=_TRAINED_S)
@@ -121,7 +121,7 @@ def _begin(scene: Scene, job: str, overlay: Path) -> Path:
 
 
 def _ask_driver(scene: Scene, job: str) -> None:
-    """Look at a driver and give it an order as the guide says that persons do: through kubectl port-forward."""
+    """Query a driver and send it a command through kubectl port-forward, as the guide describes."""
     driver, secrets = f"{job}-driver-0", scene.status(job)["secrets"]
     with scene.forwarded(driver, HTTP_PORT) as port:
         said = json.loads(_curl(f"http://127.0.0.1:{port}/v1/status"))
@@ -148,7 +148,7 @@ def _curl(*arguments: str) -> str:
 
 
 def _finish(scene: Scene, job: str, ledger: Path) -> None:
-    """Wait until the job has trained, and check what it learned and its account of samples."""
+    """Wait until the job has ended, and check its accuracy and the audit of its samples."""
     steps = scene.status(job)["steps"]
     every = steps // _SHOWN
     for step in range(scene.status(job).get("step", 0) + every, steps, every):
@@ -182,7 +182,7 @@ def _rows(printed: str) -> list[tuple[tuple[str, ...], str]]:
 
 
 def _lose(scene: Scene, job: str, replica: str, lose: Callable[[], object]) -> None:
-    """Lose the pod of a replica, and wait until another has it, all are ready, and the job is further than before."""
+    """Lose the pod of a replica; wait until a new pod replaces it, the job advances, and all its pods are ready."""
     name = f"{job}-{replica}"
     lost, step = scene.uid(name), scene.status(job).get("step", 0)
     lose()
@@ -227,7 +227,7 @@ def _forced(pod: str) -> tuple[str, ...]:
 
 
 def _requests(scene: Scene) -> None:
-    """Tell what the operator asked of the API server, and whether it was ever refused for want of a right."""
+    """Record the operator's requests to the API server, and check that none lacked a permission."""
     asked = scene.node.plane.requests(user=_OPERATOR)
     writes = Counter(f"{each.verb} {each.resource}" for each in asked if each.is_write)
     scene.transcript.say(f"the operator made {len(asked)} requests, among them {dict(writes.most_common())}")

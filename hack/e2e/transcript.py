@@ -1,7 +1,7 @@
-"""A transcript: commands with what they printed, waits with how long they took, checks with what they found.
+"""The transcript of the end-to-end test: commands with their output, waits with their duration, checks with findings.
 
-Invariant: every line goes to the terminal and to the transcript, in the order in which it happened; a check that did
-not hold is remembered, and the story goes on where it can.
+Invariant: every line goes to the terminal and to the file, in chronological order. A failed check is recorded, and the
+test continues if it can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DONE: Final = "ok"
 
 
 class Transcript:
-    """The transcript of one story. path: where it goes."""
+    """The transcript of one test run. path: the file that it is written to."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,34 +27,34 @@ class Transcript:
         self.broken: list[str] = []
 
     def chapter(self, title: str) -> None:
-        """Begin another part."""
+        """Start a chapter."""
         self._write(f"\n== {title}")
 
     def say(self, text: str) -> None:
-        """Tell a line, with the time since the story began."""
+        """Write a line, with the time since the start."""
         self._write(f"{time.monotonic() - self._began:7.1f} s  {text}")
 
     def command(self, words: str, printed: str) -> None:
-        """Tell what was run and what it printed."""
+        """Write a command and its output."""
         self.say(f"$ {words}")
         for line in printed.rstrip().splitlines():
             self._write(f"           {line.rstrip()}")
 
     def check(self, what: str, *, holds: bool, found: object) -> None:
-        """Tell whether something is as it should be."""
+        """Write the result of a check."""
         if not holds:
             self.broken.append(f"{what}: {found}")
         self.say(f"[{_DONE if holds else 'NOT SO'}] {what}: {found}")
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Tell how long the block took, if it ends well."""
+        """Write the duration of the block, unless it raises."""
         began = time.monotonic()
         yield
         self.say(f"{what}: {time.monotonic() - began:.1f} s")
 
     def end(self) -> int:
-        """Tell how it ended, and return the exit status."""
+        """Write a summary, close the file, and return the exit status."""
         for each in self.broken:
             self.say(f"did not hold: {each}")
         self.say("all checks held" if not self.broken else f"{len(self.broken)} checks did not hold")

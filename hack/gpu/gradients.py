@@ -1,11 +1,12 @@
-"""The gradient of the trainer's kernels on this machine's device against the same gradient on its CPU.
+"""Compare the gradient of the trainer's kernels on this machine's device with the same gradient on its CPU.
 
     python hack/gpu/gradients.py
 
-In bfloat16 on the device, in float32 on the CPU, whose gradient the tests hold against one padded batch: packs of
-separate samples and of samples that share their prompts, compiled layers, layers that are computed again, and twice
-with deterministic kernels, which have to give the same bits. Prints one JSON line a case, with the relative distance
-and that of bfloat16 on the CPU; exit status 1 where one is farther than rounding explains.
+The device computes in bfloat16 and the CPU in float32; the tests compare the CPU's gradient with that of one padded
+batch. The cases are packs of separate samples, packs of samples that share their prompts, compiled layers, gradient
+checkpointing, and deterministic kernels, which run twice and must give the same bits. Each case prints one JSON line
+with the relative distance of its gradient, and the distance of bfloat16 on the CPU. The exit status is 1 if a distance
+is larger than rounding explains.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ CONFIG = Qwen3Config(
 WHOLE = 32_768
 """Tokens of a pack that holds all samples."""
 FAR = 3.0
-"""How many times as far as bfloat16 on the CPU a gradient may be from that in float32; without prompts it is 40."""
+"""The largest accepted distance from the float32 gradient, in multiples of bfloat16's distance on the CPU. A gradient
+that ignores the prompts has 40.
+"""
 CASES: dict[str, dict[str, Any]] = {
     "separate": {},
     "shared prompts": {"layout": "shared-prompt"},
@@ -53,11 +56,11 @@ def samples(groups: int = 8, size: int = 8) -> MicroBatch:
     """Return groups whose prompts have 50 to 200 tokens, and responses 1 to 300."""
     rng = np.random.default_rng(0)
     keys = [SampleKey(group, sample) for group in range(groups) for sample in range(size)]
-    asked = [rng.integers(0, VOCABULARY, rng.integers(50, 200)) for _ in range(groups)]
+    prompts = [rng.integers(0, VOCABULARY, rng.integers(50, 200)) for _ in range(groups)]
     responses = [rng.integers(0, VOCABULARY, rng.integers(1, 300)) for _ in keys]
     return MicroBatch(
         keys=keys,
-        prompts=Jagged.from_rows([asked[key.serial] for key in keys], "int32"),
+        prompts=Jagged.from_rows([prompts[key.serial] for key in keys], "int32"),
         responses=Jagged.from_rows(responses, "int32"),
         logprobs=Jagged.from_rows([rng.normal(-np.log(VOCABULARY), 0.1, len(row)) for row in responses], "float32"),
         versions=Jagged.from_rows([np.zeros(len(row)) for row in responses], "int64"),
@@ -81,14 +84,14 @@ def gradient(folder: Path, device: str, **more: Any) -> torch.Tensor:
 
 
 def main() -> int:
-    """Compare every case, and print how far it is from the CPU."""
+    """Compare every case, and print its distance from the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator else "cpu"
     status = 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         torch.manual_seed(0)
-        # Weights in float32 are then the same numbers as in bfloat16.
+        # The weights are exact in bfloat16, so both precisions start from the same numbers.
         AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(folder)
         exact = gradient(folder, "cpu", compute="float32")
         rounding = float((gradient(folder, "cpu") - exact).norm() / exact.norm())

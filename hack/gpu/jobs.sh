@@ -1,11 +1,15 @@
 #!/bin/bash
-# Whole jobs on a machine with one NVIDIA GPU, whose roles have shares of it, into FOLDER; all but `modes` by default.
+# Run whole jobs on a machine with one NVIDIA GPU, which their roles share; output goes to FOLDER. `modes` runs only if it
+# is named.
 #     bash hack/gpu/jobs.sh FOLDER [judged] [algorithms] [bits] [vllm] [modes]
 #     DEVICE='{profile: cpu}' bash hack/gpu/jobs.sh FOLDER        # the same on a CPU
-# judged: a classifier scores on the GPU, in its sandbox; algorithms: in bfloat16, with packs that are tried on the GPU,
-# PPO with its critic, once with deterministic kernels, and DPO with its reference; bits: deterministic runs with one and
-# three rollouts export the same weights; vllm: the quickstart with vLLM; modes: what a slow link costs with vLLM
-# (benchmarks/update_modes.py, as root). Exit status 1 where one fails or misses a bar; the others still run.
+# judged:     a classifier scores on the GPU, in its sandbox.
+# algorithms: PPO with its critic, once more with deterministic kernels, and DPO with its reference: in bfloat16, with
+#             pack sizes that are tried on the GPU.
+# bits:       deterministic runs with one and three rollouts must export the same weights.
+# vllm:       the quickstart with vLLM.
+# modes:      the cost of a slow link with vLLM (benchmarks/update_modes.py, as root).
+# The exit status is 1 if a job fails or misses its limit; the other jobs still run.
 set -u
 cd "$(dirname "$0")/../.."
 folder=${1:?folder}

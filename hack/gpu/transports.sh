@@ -1,8 +1,10 @@
 #!/bin/bash
-# The transports of weights on a machine with one GPU and torch that reaches no package index: one JSON line a check.
-#     bash hack/gpu/transports.sh pack     # where there is an index: wheels into build/gpu-wheels, which goes along
-#     bash hack/gpu/transports.sh          # there; `bash hack/gpu/transports.sh cpu gloo 64` tries the same on a CPU
-# First `benchmarks/weights/on_device.py`, then `benchmarks/weights/transports.py`; a minute or two.
+# Check the transports of weights on a machine with one GPU and torch but without a package index. Each check prints one
+# JSON line.
+#     bash hack/gpu/transports.sh pack     # first, on a machine with an index: download wheels into build/gpu-wheels
+#     bash hack/gpu/transports.sh          # then, on the GPU machine, with build/gpu-wheels copied to it
+#     bash hack/gpu/transports.sh cpu gloo 64    # the same checks on a CPU
+# Runs `benchmarks/weights/on_device.py`, then `benchmarks/weights/transports.py`; takes a minute or two.
 set -eu
 cd "$(dirname "$0")/../.."
 wheels=build/gpu-wheels

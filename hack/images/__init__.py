@@ -1,6 +1,6 @@
-"""OCI images from what is installed here, with no docker and no network: for tests, on a machine that has neither.
+"""Build OCI images from locally installed files, for tests on a machine without docker and without a network.
 
-An image is what ``images/<name>/Dockerfile`` says (variables, user, entry point, extras), filled from the interpreter
-and the virtual environment that run this: their files, the shared libraries that those link, our own wheel. Invariant:
-what starts in an image here starts in the one that docker would make of the same Dockerfile.
+An image follows ``images/<name>/Dockerfile`` (variables, user, entry point, extras). Its files come from the running
+interpreter and virtual environment: their files, the shared libraries that they link, and the project's own wheel.
+Invariant: a program that starts in an image from here starts in the image that docker builds from the same Dockerfile.
 """

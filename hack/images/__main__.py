@@ -1,4 +1,4 @@
-"""``python -m images NAME...``: make images; with ``--save FOLDER`` write each as an OCI layout in one tar."""
+"""``python -m images NAME...``: build images; with ``--save FOLDER``, write each as an OCI layout in one tar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kube.build import BuildError
 
 
 def main() -> int:
-    """Make what is named on the command line and say what it is."""
-    parser = argparse.ArgumentParser(description="Make OCI images from what is installed here.")
+    """Build the images that the command line names, and print a line about each."""
+    parser = argparse.ArgumentParser(description="Build OCI images from locally installed files.")
     parser.add_argument("names", nargs="+", choices=sorted(RECIPES), metavar="NAME", help=", ".join(RECIPES))
-    parser.add_argument("--save", type=Path, help="folder for NAME.tar, which `ctr images import` takes")
+    parser.add_argument("--save", type=Path, help="folder for NAME.tar, which `ctr images import` reads")
     arguments = parser.parse_args()
     try:
         for name in arguments.names:

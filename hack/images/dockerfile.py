@@ -1,7 +1,7 @@
-"""The image that a Dockerfile ends with: how it is run, with which of AsyncFlow's extras and Debian packages.
+"""The last stage of a Dockerfile: its run configuration, AsyncFlow's extras and Debian packages.
 
-Invariant: nothing about our images is written down twice; what is not understood is refused, so that an image
-made here cannot differ silently from the one that docker would make.
+Invariant: the Dockerfile is the only description of an image. An unknown instruction is refused, so that an image from
+here cannot differ silently from the one that docker builds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
 
 @dataclass(kw_only=True)
 class Dockerfile:
-    """extras: those that our own distribution is installed with; packages: Debian's; config: of the image, as OCI has
-    it.
+    """The parsed content of a Dockerfile.
+
+    extras: the extras that AsyncFlow is installed with; packages: Debian packages; config: the OCI image configuration.
     """
 
     extras: tuple[str, ...]
@@ -34,7 +35,7 @@ class Dockerfile:
 
 
 def read(path: Path) -> Dockerfile:
-    """Read a Dockerfile. Raises ValueError for an instruction that is not understood."""
+    """Parse a Dockerfile. Raises ValueError for an instruction that it does not support."""
     lines = path.read_text().replace("\\\n", " ").splitlines()
     instructions = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
     extras = [match.group(1) for match in map(_EXTRAS.search, lines) if match]
@@ -53,6 +54,6 @@ def read(path: Path) -> Dockerfile:
         elif word in ("ENTRYPOINT", "CMD"):
             read.config["Entrypoint" if word == "ENTRYPOINT" else "Cmd"] = json.loads(rest)
         elif word not in _PASSED_OVER:
-            raise ValueError(f"{path}: {word} is not understood")
+            raise ValueError(f"{path}: the instruction {word} is not supported")
     read.config["Env"] = [f"{name}={value}" for name, value in env.items()]
     return read

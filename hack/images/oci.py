@@ -1,6 +1,6 @@
-"""Layers and images as files: a layer is an uncompressed tar, an image an OCI layout in one tar.
+"""Layers and images as files: a layer is an uncompressed tar, an image is an OCI layout in one tar.
 
-Invariant: a layer in the cache is whole and is named after what it was made from, so it is never stale; the cache holds
+Invariant: a cached layer is complete, and its name contains a hash of its inputs, so it is never stale. The cache holds
 one layer of each name.
 """
 
@@ -27,7 +27,7 @@ _ARCHITECTURE: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A path of a layer, below /: a copy of ``source``, or ``content``, or a link to ``link``, or else a folder."""
+    """A path of a layer, below /: a copy of ``source``, the bytes ``content``, a link to ``link``, or a folder."""
 
     path: str
     source: Path | None = None
@@ -36,14 +36,14 @@ class Entry:
     mode: int = 0o755
 
     def made_from(self) -> str:
-        """Say what the entry is made from, without reading a file that is copied."""
+        """Return a description of the entry's inputs, without reading the source file."""
         if self.source is None:
             return repr((self.path, self.content, self.link, self.mode))
         stat = self.source.stat()
         return repr((self.path, str(self.source), stat.st_size, stat.st_mtime_ns, stat.st_mode))
 
     def put(self, archive: tarfile.TarFile) -> None:
-        """Write the entry. A copy keeps the time of its change, by which Python tells whether bytecode is fresh."""
+        """Write the entry. A copy keeps its modification time, by which Python decides whether bytecode is fresh."""
         info = tarfile.TarInfo(self.path.lstrip("/"))
         info.mode = self.mode
         if self.source is not None:
@@ -63,20 +63,20 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer that lies in the cache."""
+    """A layer in the cache."""
 
     path: Path
     digest: str
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
         return self.path.stat().st_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """An image: its full name with a tag, its layers, and how a container of it is run."""
+    """An image: its full name with a tag, its layers, and the configuration of its containers."""
 
     name: str
     layers: Sequence[Layer]
@@ -110,13 +110,13 @@ class Image:
 
 
 def cache() -> Path:
-    """Return the folder of the layers; ``ASYNCFLOW_IMAGE_CACHE`` moves it."""
+    """Return the folder of the layers; ``ASYNCFLOW_IMAGE_CACHE`` overrides it."""
     chosen = os.environ.get("ASYNCFLOW_IMAGE_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "asyncflow" / "images"
 
 
 def make_layer(name: str, entries: Iterable[Entry]) -> Layer:
-    """Return the layer of these entries, from the cache where it was made before; folders above them are added."""
+    """Return the layer of these entries and their parent folders, from the cache if it is there."""
     listed = _with_folders(entries)
     key = hashlib.sha256("\n".join(entry.made_from() for entry in listed).encode()).hexdigest()[:16]
     folder = cache()
@@ -137,7 +137,7 @@ def make_layer(name: str, entries: Iterable[Entry]) -> Layer:
 
 
 class _Hashing(io.RawIOBase):
-    """A file that is written, and hashed on the way."""
+    """A file that hashes the bytes written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -149,7 +149,7 @@ class _Hashing(io.RawIOBase):
 
 
 def _with_folders(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries by path, the last of each, after the folders that they lie in, which anyone may enter."""
+    """Return the entries in the order of paths, the last entry of each path, with their missing parent folders."""
     by_path = {entry.path: entry for entry in entries}
     for path in list(by_path):
         for parent in Path(path).parents:

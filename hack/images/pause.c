@@ -1,4 +1,4 @@
-/* The first process of a pod, and of a node's pid namespace: it ends on SIGTERM and reaps what others leave. */
+/* The first process of a pod, and of a node's pid namespace: it ends on SIGTERM and reaps orphaned processes. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,8 +1,9 @@
-"""The files that a Python program needs at run time, found in the interpreter and environment that run this.
+"""The files that a Python program needs at run time, from the running interpreter and environment.
 
-Three parts, which change at different paces: the interpreter with its standard library, the distributions that a
-requirement needs (read from their metadata, as pip would), and the shared libraries that all of those link (asked of
-``ldd``). Invariant: a file lies in the image where it lies here, but for the environment, which moves to ``VENV``.
+There are three parts, which change at different rates: the interpreter with its standard library; the distributions
+that a requirement needs, read from their metadata as pip does; and the shared libraries that all of them link, found
+by ``ldd``. Invariant: a file has the same path in the image as here, except for the environment, which moves to
+``VENV``.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _STDLIB: Final = Path(sysconfig.get_path("stdlib"))
 _INTERPRETER: Final = Path(sys.executable).resolve()
 _NOT_RUN: Final = ("site-packages", "test", "idlelib", "ensurepip", "tkinter", "turtledemo", "lib2to3")
 _DYNAMIC: Final = ("libgcc_s.so.1",)
-"""Libraries that glibc loads by name: nothing links them."""
+"""Libraries that glibc loads by name; no binary links them."""
 _ELF: Final = b"\x7fELF"
 _LINKS: Final = re.compile(r"(?:=> )?(/\S+) \(0x")
 _DEADLINE_S: Final = 120.0
 
 
 class ImageError(RuntimeError):
-    """An image could not be made."""
+    """An image could not be built."""
 
 
 def interpreter() -> list[Entry]:
-    """Return the interpreter, its standard library, and the environment around it that is otherwise empty."""
+    """Return the interpreter, its standard library, and an otherwise empty environment around it."""
     stdlib = (
         Entry(path=str(file), source=file)
         for file in _STDLIB.rglob("*")
@@ -61,9 +62,9 @@ def interpreter() -> list[Entry]:
 
 
 def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Sequence[str]) -> list[Distribution]:
-    """Return what a distribution that says ``requires`` needs with ``extras``, but for names that begin as ``without``.
+    """Return the dependencies of a distribution with these ``requires`` and ``extras``, sorted by name.
 
-    Raises ImageError where something needed is not installed.
+    without: prefixes of the names to leave out. Raises ImageError if a dependency is not installed.
     """
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
@@ -85,12 +86,12 @@ def distributions(requires: Sequence[str], extras: Iterable[str], *, without: Se
 
 
 def installed(needed: Iterable[Distribution]) -> list[Entry]:
-    """Return the files and command lines of distributions."""
+    """Return the files and command-line programs of distributions."""
     return [entry for each in needed for entry in (*_files(each), *command_lines(each.entry_points))]
 
 
 def command_lines(points: EntryPoints) -> list[Entry]:
-    """Return the programs that pip would make of entry points."""
+    """Return the programs that pip generates for entry points."""
     text = "#!{python}\nimport sys\nfrom {module} import {first}\nsys.exit({called}())\n"
     python = f"{VENV}/bin/python"
     return [
@@ -105,9 +106,9 @@ def command_lines(points: EntryPoints) -> list[Entry]:
 
 
 def programs(packages: Collection[str]) -> list[Entry]:
-    """Return the programs of Debian packages, and have ``linked`` find the libraries of these packages from now on.
+    """Return the programs of Debian packages; after this call, ``linked`` finds the libraries of these packages.
 
-    Raises ImageError for a package of which nothing is known here.
+    Raises ImageError for a package that ``debian`` does not list.
     """
     if unknown := set(packages) - {*debian.LIBRARIES.values(), *debian.PROGRAMS.values()}:
         raise ImageError(f"hack/debian.py does not know {', '.join(sorted(unknown))}")
@@ -118,7 +119,7 @@ def programs(packages: Collection[str]) -> list[Entry]:
 
 
 def linked(entries: Collection[Entry]) -> list[Entry]:
-    """Return the shared libraries that the binaries among ``entries`` link, and that are not among them."""
+    """Return the shared libraries that the binaries among ``entries`` link and ``entries`` does not contain."""
     have = {entry.path for entry in entries}
     binaries = [str(entry.source) for entry in entries if entry.source is not None and _is_binary(entry.source)]
     named = (Path(sysconfig.get_config_var("LIBDIR")), *(Path("/lib").glob("*-linux-gnu")))
@@ -147,13 +148,13 @@ def _files(each: Distribution) -> Iterator[Entry]:
 
 
 def _ldd(binaries: Sequence[str]) -> set[Path]:
-    """Return the libraries that binaries link, with those that these link; one that is not here is not needed."""
+    """Return the libraries that binaries link, directly or indirectly, without those that ldd does not find."""
     said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=_DEADLINE_S, check=False).stdout
     return {Path(path) for path in _LINKS.findall(said)}
 
 
 def _place(library: Path) -> str:
-    """Return where a library belongs in the image: one of the environment moves with that."""
+    """Return the path of a library in the image. A library of the environment moves with the environment."""
     whole = library.parent.resolve() / library.name
     return f"{SITE}/{whole.relative_to(_SITE)}" if whole.is_relative_to(_SITE) else str(debian.place(library))
 

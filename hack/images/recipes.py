@@ -1,7 +1,7 @@
-"""The images that a cluster of AsyncFlow needs, by name.
+"""The images that a cluster with AsyncFlow needs, by name.
 
-``operator`` and ``runtime-cpu`` are its own; ``pause`` and ``coredns`` are what a node needs. Invariant: a layer is
-shared by all images that need the same of it: system, then distributions, then our own wheel, which changes most.
+``operator`` and ``runtime-cpu`` are AsyncFlow's images; a node needs ``pause`` and ``coredns``. Invariant: images share
+equal layers. The layers are the system, then the distributions, then the project's own wheel, which changes most often.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from kube.build import binary
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PREFIX: Final = "localhost/asyncflow"
-"""A name without a registry in front is looked for under a public one, where AsyncFlow's are not."""
+"""A name without a registry would be looked up in a public registry, which does not have these images."""
 _CERTIFICATES: Final = "/etc/ssl/certs/ca-certificates.crt"
 _CUDA: Final = ("nvidia-", "cuda-", "triton")
-"""Distributions that torch brings from PyPI, and not from the CPU index: left out, but for the libraries it links."""
+"""Dependencies of torch from PyPI that torch from the CPU index does not have. They are left out, except for the
+libraries that torch links.
+"""
 _SOURCES: Final = ("pyproject.toml", "README.md", "runtime", "operator")
 _WHEEL_DEADLINE_S: Final = 300.0
 _COMPILE_DEADLINE_S: Final = 60.0
 
 
 def image(name: str) -> Image:
-    """Return the image of this name, made now where a layer of it is not in the cache."""
+    """Return the image of this name; build the layers that are not in the cache."""
     return RECIPES[name](name)
 
 
@@ -71,7 +73,7 @@ def _system() -> Layer:
 
 
 def _etc() -> list[Entry]:
-    """Return what the base images of the Dockerfiles have and programs look for."""
+    """Return files and folders that the base images of the Dockerfiles have and programs expect."""
     return [
         Entry(path="/etc/passwd", content=b"root:x:0:0:root:/root:/sbin/nologin\n", mode=0o644),
         Entry(path="/etc/group", content=b"root:x:0:\n", mode=0o644),
@@ -85,7 +87,7 @@ def _etc() -> list[Entry]:
 
 
 class _Wheel(NamedTuple):
-    """Our own distribution: what it requires, and its files as pip would install them, with bytecode."""
+    """The project's own distribution: its requirements, and its files as pip installs them, with bytecode."""
 
     requires: list[str]
     entries: list[Entry]
@@ -108,7 +110,7 @@ def _wheel() -> _Wheel:
 
 
 def _unpack_wheel(folder: Path, site: Path) -> None:
-    """Build in a copy, because setuptools leaves things in the folder that it builds from."""
+    """Build the wheel and unpack it into ``site``. The build uses a copy, because setuptools writes into its source."""
     source = folder / "source"
     source.mkdir()
     for name in _SOURCES:
@@ -138,7 +140,7 @@ def _pause(_: str) -> Image:
 
 
 def compile_pause(folder: Path) -> Path:
-    """Compile the program that does nothing but reap: the first process of a pod, and of the node itself."""
+    """Compile the program that only reaps processes: the first process of a pod, and of the node itself."""
     source = Path(__file__).with_name("pause.c")
     command: Sequence[str | Path] = ["gcc", "-Os", "-static", "-s", "-o", folder / "pause", source]
     subprocess.run(command, timeout=_COMPILE_DEADLINE_S, check=True)

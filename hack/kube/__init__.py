@@ -1,5 +1,5 @@
-"""A real Kubernetes control plane on this machine, from pinned Go modules: for tests, benchmarks and people.
+"""A real Kubernetes control plane on this machine, from pinned Go modules, for tests, benchmarks and manual use.
 
-``build`` makes the binaries, ``ControlPlane`` runs them, ``python -m kube`` is the same by hand. Nothing here knows
-AsyncFlow: it is the other side of the wire. Invariant: what a plane starts dies with whoever started it.
+``build`` builds the binaries, ``ControlPlane`` runs them, and ``python -m kube`` does the same from a shell. The
+package does not depend on AsyncFlow's API. Invariant: the processes of a plane end with the process that started it.
 """

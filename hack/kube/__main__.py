@@ -1,7 +1,7 @@
-"""A control plane for people: ``python -m kube up``, ``env``, ``down``.
+"""A control plane for manual use: ``python -m kube up``, ``env``, ``down``.
 
-``up`` leaves a holder in the background, and the servers live and die with it. Invariant: a name has one plane, and
-``down`` returns when nothing of it is left.
+``up`` leaves a holder process in the background, and the servers end with it. Invariant: a name has at most one plane,
+and ``down`` returns after all of its processes have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Start a plane that stays until ``down``, and print how to reach it."""
+    """Start a plane that runs until ``down``, and print how to reach it."""
     place = place_of(arguments.name)
     if owner(place) is not None:
         raise PlaneError(f"{arguments.name} is up already: `down` ends it, `env` prints how to reach it")
@@ -63,7 +63,7 @@ def up(arguments: argparse.Namespace) -> int:
 
 
 def hold(arguments: argparse.Namespace) -> int:
-    """Own a plane until a signal comes; what ``up`` leaves in the background."""
+    """Run a plane until SIGTERM or SIGINT; ``up`` starts this command in the background."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with ControlPlane(with_=arguments.with_, audited=arguments.audit, name=arguments.name) as plane:
@@ -77,7 +77,7 @@ def hold(arguments: argparse.Namespace) -> int:
 
 
 def down(arguments: argparse.Namespace) -> int:
-    """End a plane; none is as good as one that ended."""
+    """End a plane; succeed if there is none."""
     place = place_of(arguments.name)
     if (holder := owner(place)) is not None:
         os.kill(holder, signal.SIGTERM)
@@ -87,7 +87,7 @@ def down(arguments: argparse.Namespace) -> int:
 
 
 def env(arguments: argparse.Namespace) -> int:
-    """Print what a shell has to evaluate to reach the plane."""
+    """Print the shell commands that point kubectl to the plane."""
     place = place_of(arguments.name)
     if owner(place) is None:
         raise PlaneError(f"{arguments.name} is not up")
@@ -107,11 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     for run in (up, hold, down, env):
         command = commands.add_parser(run.__name__, description=run.__doc__)
         command.set_defaults(run=run)
-        command.add_argument("--name", default="default", help="one machine may have several planes")
+        command.add_argument("--name", default="default", help="name of the plane; a machine can have several")
         if run in (up, hold):
             command.add_argument("--with", dest="with_", nargs="*", default=(), choices=_COMPONENTS)
-            command.add_argument("--nodes", type=int, default=0, help="fake nodes of 16 Ascend910; needs kwok")
-            command.add_argument("--crds", type=Path, nargs="*", default=(), help="folders of definitions to apply")
+            command.add_argument("--nodes", type=int, default=0, help="fake nodes with 16 Ascend910 each; needs kwok")
+            command.add_argument("--crds", type=Path, nargs="*", default=(), help="folders with CRDs to apply")
             command.add_argument("--audit", action="store_true", help="record every request")
     return parser
 

@@ -1,6 +1,6 @@
-"""The requests to the API server, who made them, and the answers: its audit log, read back.
+"""Reader of the API server's audit log: requests, their users, and the status of the answers.
 
-Invariant: one record for one request, also for a watch, which the server logs when it begins and again when it ends.
+Invariant: each request gives one record. This includes watches, which the server logs at their start and at their end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ WRITES: Final = frozenset(("create", "update", "patch", "delete", "deletecollect
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request, in the words of RBAC.
+    """One request, in the terms of RBAC.
 
-    at: when it arrived; answered: when the latest that was logged of it happened; path: what was asked for when that
-    was no resource; code: the HTTP status; authorized: whether its user had the
-    right, whatever else refused it.
+    at: the time of arrival; answered: the time of the last stage that was logged; path: the path of the URL; code: the
+    HTTP status; authorized: whether RBAC allowed it, even if something else refused it.
     """
 
     at: datetime
@@ -39,19 +38,19 @@ class Request:
 
     @property
     def is_write(self) -> bool:
-        """Return whether it was to change something."""
+        """Return whether the request was a write."""
         return self.verb in WRITES
 
     @property
     def kind(self) -> str:
-        """The resource as RBAC names it, such as ``pods/eviction``; a bare path for what is no resource."""
+        """The resource as RBAC names it, such as ``pods/eviction``; the path if the request was not for a resource."""
         if not self.resource:
             return self.path
         return f"{self.resource}/{self.subresource}" if self.subresource else self.resource
 
     @classmethod
     def parse(cls, event: dict[str, Any]) -> Self:
-        """Read one line of the log."""
+        """Return the request that one line of the log describes."""
         target = event.get("objectRef", {})
         return cls(
             at=datetime.fromisoformat(event["requestReceivedTimestamp"]),
@@ -71,7 +70,7 @@ class Request:
 
 
 def read(log: Path, *, user: str | None = None) -> list[Request]:
-    """Return every request of the log in the order of their arrival, or those of one user."""
+    """Return the requests in the log, of all users or of one, in order of arrival."""
     found: dict[str, Request] = {}
     name = b"" if user is None else json.dumps(user).encode()
     with log.open("rb") as lines:

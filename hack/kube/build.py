@@ -1,9 +1,10 @@
-"""Every Kubernetes binary that the tests need, built from the Go modules pinned under ``gomod/``.
+"""Build the Kubernetes binaries that the tests need from the Go modules pinned under ``gomod/``.
 
     python hack/kube/build.py kube kwok helm
 
-Invariant: a folder ``<cache>/<target>-<version>-<key>/bin`` is whole or absent, and its key covers all that it was made
-from, so it is never stale. Only the binaries are kept. ``KUBEBUILDER_ASSETS`` replaces what it holds.
+Binaries in the folder ``KUBEBUILDER_ASSETS`` are used instead of built ones. Invariant: a folder
+``<cache>/<target>-<version>-<key>/bin`` is complete or absent, and its key is a hash of all inputs, so it is never
+stale. Only the binaries are kept.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _NO_GO: Final = (
 
 
 class BuildError(RuntimeError):
-    """A binary could not be had."""
+    """A binary could not be built or found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Something to build: packages of one module.
+    """A binary to build from a package of one module.
 
-    module: its folder under ``gomod``; pin: the required module whose version names the build;
-    sources: own files that are compiled in; links: further names of the binary; tags: build tags; stamps: Go
-    variables that must hold the version, without which Kubernetes calls itself v0.0.0-master.
+    module: its folder under ``gomod``; pin: the required module whose version names the build; sources: files of this
+    repository that are compiled in; links: more names for the binary; tags: build tags; stamps: Go packages whose
+    version variables the build sets, since otherwise Kubernetes reports v0.0.0-master.
     """
 
     module: str
@@ -98,13 +99,13 @@ def _silent(_: str) -> None:
 
 
 def cache() -> Path:
-    """Return the folder that holds the builds; ``ASYNCFLOW_KUBE_CACHE`` moves it."""
+    """Return the folder of the builds; ``ASYNCFLOW_KUBE_CACHE`` overrides it."""
     chosen = os.environ.get("ASYNCFLOW_KUBE_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "asyncflow" / "kube"
 
 
 def binary(name: str, *, say: Say = _silent) -> Path:
-    """Return the path of a binary such as ``kube-apiserver``, building it where that was not done yet."""
+    """Return the path of a binary such as ``kube-apiserver``; build it if necessary."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     if assets:
         path = Path(assets) / name
@@ -118,7 +119,7 @@ def binary(name: str, *, say: Say = _silent) -> Path:
 
 
 def build(name: str, *, say: Say = _silent) -> Path:
-    """Return the folder with the binaries of a target, built now or before; two sessions build it once."""
+    """Return the folder with the binaries of a target; build them if necessary. Concurrent callers build them once."""
     location = _location(name)
     if not location.exists():
         location.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,7 @@ def _make(name: str, location: Path, *, say: Say) -> None:
     if shutil.which("go") is None:
         raise BuildError(_NO_GO)
     log = location.with_name(f"{location.name}.log")
-    say(f"building {name} {version(name)} from Go modules, minutes where nothing is cached; log: {log}")
+    say(f"building {name} {version(name)} from Go modules, which takes minutes without Go's cache; log: {log}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{location.name}.", dir=location.parent) as folder:
         made = Path(folder) / "home"
@@ -189,7 +190,7 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, *, what: str, say: Say) -> Iterator[None]:
-    """Hold an exclusive lock, which the kernel frees when its holder dies."""
+    """Hold an exclusive lock, which the kernel releases when the process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,7 +213,7 @@ def _wait_for_lock(descriptor: int, what: str) -> None:
 
 
 def main() -> int:
-    """Build what is named on the command line and say where it lies."""
+    """Build the targets that the command line names, and print their folders."""
     parser = argparse.ArgumentParser(description="Build Kubernetes and its tools from pinned Go modules, once.")
     parser.add_argument("targets", nargs="+", choices=sorted(TARGETS), metavar="TARGET", help=", ".join(TARGETS))
     try:

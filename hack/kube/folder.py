@@ -1,7 +1,7 @@
-"""Where one control plane keeps its state: a folder in the temporary directory that is locked while it lives.
+"""The folder for the state of one control plane, in the temporary directory; it is locked while the plane runs.
 
-Invariant: a folder whose lock is free belongs to nobody and may be removed, so what a killed session left behind goes
-away with the next one.
+Invariant: a folder with a free lock has no owner and may be removed, so a new plane removes the folders that killed
+processes left.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Folder:
 
     @classmethod
     def fresh(cls) -> Self:
-        """Make one for a plane that nobody has to find by name."""
+        """Create a folder with a unique name, and remove abandoned folders."""
         _sweep()
         return cls(Path(tempfile.mkdtemp(prefix=_PREFIX)))
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Make the one of this name. Raises PlaneError while another process has it."""
+        """Create or take over the folder of this name, and empty it. Raises PlaneError if another process holds it."""
         path = place_of(name)
         path.mkdir(mode=0o700, exist_ok=True)
         folder = cls(path)
@@ -51,7 +51,7 @@ class Folder:
         return folder
 
     def remove(self) -> None:
-        """Remove it with all that is in it; it is locked until it is gone, and goes at once."""
+        """Remove the folder with its content. It stays locked until then, and its path becomes free atomically."""
         _empty(self.path)
         shutil.rmtree(self.path.rename(f"{self.path}.gone"), ignore_errors=True)
         self._lock.close()
@@ -63,7 +63,7 @@ def place_of(name: str) -> Path:
 
 
 def owner(path: Path) -> int | None:
-    """Return the pid of the living process that holds the folder at ``path``."""
+    """Return the pid of the process that holds the folder at ``path``; None if no process does."""
     try:
         with (path / _LOCK).open() as lock:
             return None if _lock(lock) else int(lock.read())

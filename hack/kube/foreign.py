@@ -1,8 +1,8 @@
-"""Definitions of the kinds of Kueue and Volcano, taken from their pinned Go modules.
+"""CustomResourceDefinitions of Kueue and Volcano, from their pinned Go modules.
 
-Kueue's module brings its definitions. Volcano's brings the types that they are generated from, which is done here by
-the tool that Volcano uses, ``controller-gen``. Invariant: a folder of definitions is whole or absent, and its name
-covers all that it was made from.
+Kueue's module contains its definitions. Volcano's module contains only Go types; ``controller-gen``, the tool that
+Volcano uses, generates the definitions from them. Invariant: a folder of definitions is complete or absent, and its
+name contains a hash of all inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kube.plane import ControlPlane
 
 NEWEST: Final = "definitions"
 OLDER: Final = "definitions-older"
-"""Of a Kueue that has no v1beta2 yet."""
+"""The definitions of a Kueue release without v1beta2."""
 _WANTED: Final = ("workloads", "resourceflavors", "workloadpriorityclasses")
 _VOLCANO: Final = "volcano.sh/apis/pkg/apis/scheduling/v1beta1"
 _PATH: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -32,7 +32,7 @@ _DEADLINE_S: Final = 600.0
 
 
 def install(plane: ControlPlane, *, kueue: str = NEWEST) -> None:
-    """Install the kinds of Volcano in ``plane``, and those of the newest Kueue or an older one."""
+    """Install the kinds of Volcano, and of the newest or an older Kueue, in ``plane``."""
     files = [*definitions(kueue).glob("kueue*.yaml"), *definitions(NEWEST).glob("scheduling*.yaml")]
     for file in sorted(files):
         definition: dict[str, Any] = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
@@ -43,7 +43,7 @@ def install(plane: ControlPlane, *, kueue: str = NEWEST) -> None:
 
 
 def definitions(module: str = NEWEST, *, say: Say = lambda _: None) -> Path:
-    """Return the folder with the definitions, made now or before. Raises BuildError."""
+    """Return the folder with the definitions; create it if necessary. Raises BuildError."""
     pins = hashlib.sha256(b"".join((MODULES / module / name).read_bytes() for name in ("go.mod", "go.sum")))
     home = cache() / f"{module}-{pins.hexdigest()[:12]}"
     if not home.exists():
@@ -65,7 +65,7 @@ def definitions(module: str = NEWEST, *, say: Say = lambda _: None) -> Path:
 
 
 def _source(module: str, name: str) -> Path:
-    """Return the folder of a pinned module; it is verified by its checksum."""
+    """Return the folder of a pinned module, whose checksum Go verifies."""
     return Path(json.loads(_go(module, ["go", "mod", "download", "-json", name]))["Dir"])
 
 
@@ -85,7 +85,7 @@ def _go(module: str, command: list[str | Path]) -> str:
 
 
 def _admissible(definition: dict[str, Any]) -> dict[str, Any]:
-    """Return a definition as it is, but for the approval that a group of Kubernetes must name."""
+    """Return a definition with the approval annotation that the API server requires for ``*.k8s.io`` groups."""
     metadata = definition["metadata"]
     approved = {"api-approved.kubernetes.io": "unapproved, a test's"} | metadata.get("annotations", {})
     return definition | {"metadata": metadata | {"annotations": approved}}

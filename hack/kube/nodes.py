@@ -1,7 +1,7 @@
-"""Fake nodes: objects that KWOK keeps Ready and whose pods it runs by the stages in ``kwok/``.
+"""Fake nodes: objects that KWOK keeps Ready and whose pods it simulates by the stages in ``kwok/``.
 
-Invariant: a node says of itself what a real one would (capacity, hostname, zone), so that scheduler and affinity rules
-cannot tell; the label ``type: kwok`` alone hands it to KWOK.
+Invariant: a fake node reports the capacity, hostname and zone that a real one reports, so the scheduler and affinity
+rules see no difference. Only the label ``type: kwok`` assigns it to KWOK.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def ready(api: Api) -> set[str]:
 
 
 def set_lost(api: Api, name: str, *, lost: bool) -> None:
-    """Make a node vanish with its pods, or come back: KWOK cannot do the second half, a pod does not see its node."""
+    """Make a node and its pods stop answering, or return. KWOK's stages of a pod cannot read the node, so each pod is
+    annotated too.
+    """
     value = "true" if lost else None
     api.patch(f"{NODES}/{name}", {"metadata": {"annotations": {_NOT_READY: value}}})
     for pod in api.get(_PODS, fieldSelector=f"spec.nodeName={name}")["items"]:

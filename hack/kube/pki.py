@@ -1,7 +1,7 @@
-"""A certificate authority that lives as long as one control plane, and the kubeconfigs that it vouches for.
+"""The certificate authority of one control plane, and kubeconfigs with certificates that it signs.
 
-To Kubernetes a client is who its certificate says: the common name is the user, the organisations are the groups. So
-any user can be impersonated truthfully, and RBAC is tested as it is in production. Invariant: no key leaves the folder.
+Kubernetes takes the user from the common name of a client certificate, and the groups from its organisations. A test
+can therefore act as any user, and RBAC decides as in production. Invariant: no key leaves the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRIVATE: Final = 0o600
 
 
 class Authority:
-    """Signs for one cluster; what it signed lies in ``folder``."""
+    """The authority of one cluster; ``folder`` contains its keys and the certificates that it signed."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,17 +37,17 @@ class Authority:
         _keep(self.ca_key, self._key)
 
     def server(self, name: str, *, addresses: tuple[str, ...]) -> tuple[Path, Path]:
-        """Return certificate and key of a server that is reached under ``addresses`` and Kubernetes' own names."""
+        """Return certificate and key of a server, valid for ``addresses`` and for the names of the API server."""
         names: list[x509.GeneralName] = [x509.DNSName(each) for each in _SERVER_NAMES]
         names += [x509.IPAddress(ipaddress.ip_address(each)) for each in addresses]
         return self._issue(name, user=name, groups=(), names=names)
 
     def client(self, name: str, *, user: str, groups: tuple[str, ...]) -> tuple[Path, Path]:
-        """Return certificate and key, kept under ``name``, of a user who is in ``groups``."""
+        """Return certificate and key of ``user`` in ``groups``, in files named after ``name``."""
         return self._issue(name, user=user, groups=groups, names=[])
 
     def kubeconfig(self, name: str, *, server: str, user: str, groups: tuple[str, ...]) -> Path:
-        """Return a kubeconfig file, kept under ``name``, with which one is ``user`` in ``groups``."""
+        """Return a kubeconfig file, named after ``name``, that authenticates as ``user`` in ``groups``."""
         certificate, key = self.client(name, user=user, groups=groups)
         path = self.folder / f"{name}.kubeconfig"
         content = {
@@ -63,7 +63,7 @@ class Authority:
         return path
 
     def signing_key(self, name: str) -> tuple[Path, Path]:
-        """Return a public and a private key with which service account tokens are signed."""
+        """Return a public and a private key for signing service account tokens."""
         key = ec.generate_private_key(ec.SECP256R1())
         public, private = self.folder / f"{name}.pub", self.folder / f"{name}.key"
         encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

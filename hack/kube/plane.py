@@ -1,11 +1,11 @@
-"""A control plane of our own: etcd and kube-apiserver, and where pods must live controllers, scheduler and KWOK.
+"""A local control plane: etcd and kube-apiserver, and optionally the controllers, the scheduler and KWOK.
 
     with ControlPlane(with_=("kcm", "sched", "kwok")) as plane:
         plane.add_nodes(20)
         plane.kubectl("get", "nodes")
 
-Invariant: after ``start`` every server answers; after ``stop``, or the death of this process, none is left and neither
-is its state. Without ``kcm`` nothing is garbage-collected, and a deleted namespace stays: take a fresh name.
+Without ``kcm`` nothing is garbage-collected, and a deleted namespace stays, so tests use a new name. Invariant: after
+``start`` every server answers. After ``stop``, or the end of this process, no server runs; ``stop`` removes the state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Component = Literal["kcm", "sched", "kwok"]
 
 _ATTEMPTS: Final = 3
 _RARELY: Final = {"GOGC": "400"}
-"""Garbage is collected less often: a quarter of the API server's work, for 300 MB more of its memory."""
+"""Less frequent garbage collection in Go, which saves a quarter of the API server's CPU time for 300 MB of memory."""
 _OK: Final = 200
 _PORT_TAKEN: Final = "address already in use"
 _DEFINITIONS: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -38,7 +38,7 @@ _ACCOUNT: Final = "/api/v1/namespaces/default/serviceaccounts/default"
 
 
 class KubectlError(PlaneError):
-    """kubectl ended with an error. code: its exit status; said: what it wrote to stderr."""
+    """kubectl ended with an error. code: its exit status; said: its output on stderr."""
 
     def __init__(self, arguments: Sequence[str], code: int, said: str) -> None:
         super().__init__(f"`kubectl {' '.join(arguments)}` ended with {code}: {said.strip()}")
@@ -47,11 +47,11 @@ class KubectlError(PlaneError):
 
 
 class ControlPlane:
-    """Starts and ends the servers, and makes clients of them.
+    """A control plane: it starts and ends the servers, and creates clients for them.
 
-    with_: components beside etcd and API server; audited: record every request; name: for a folder that others find,
-    instead of a fresh one; address: of this machine, where a kubelet reaches the API server; apiserver_flags: flags to
-    add; say: told when binaries are built first.
+    with_: components in addition to etcd and the API server; audited: record every request; name: the name of its
+    folder, by which other processes find it, by default a unique one; address: the address of this machine at which a
+    kubelet reaches the API server; apiserver_flags: additional flags; say: receives messages about builds.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ControlPlane:
         self.stop()
 
     def start(self, *, timeout_s: float = 90.0) -> None:
-        """Start everything and wait until it answers. Raises PlaneError or BuildError; then nothing is left."""
+        """Start the servers and wait until they answer. Raises PlaneError or BuildError, after cleaning up."""
         for needed in ("etcd", "kube-apiserver", "kubectl", *(["kwok"] if "kwok" in self.with_ else [])):
             binary(needed, say=self._say)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -99,7 +99,7 @@ class ControlPlane:
                 return
 
     def stop(self) -> None:
-        """End every server, last started first, and remove the state."""
+        """End the servers in reverse order of their start, and remove their state."""
         for process in reversed(self._processes.values()):
             process.end()
         if self._folder is not None:
@@ -126,20 +126,20 @@ class ControlPlane:
 
     @property
     def api(self) -> Api:
-        """JSON requests as the administrator."""
+        """The client for JSON requests as the administrator."""
         return self.api_of("admin", "system:masters")
 
     def kubeconfig(self, user: str, *groups: str) -> Path:
-        """Return a kubeconfig with which one is ``user`` in ``groups``, so that RBAC decides as for a real one."""
+        """Return a kubeconfig that authenticates as ``user`` in ``groups``, so that RBAC applies."""
         return self._where.kubeconfig(self._file_of(user, groups), user=user, groups=groups)
 
     def service_account(self, namespace: str, name: str) -> Path:
-        """Return a kubeconfig with which one is this service account, whether or not the object exists."""
+        """Return a kubeconfig that authenticates as this service account, which need not exist."""
         groups = ("system:serviceaccounts", f"system:serviceaccounts:{namespace}")
         return self.kubeconfig(f"system:serviceaccount:{namespace}:{name}", *groups)
 
     def api_of(self, user: str, *groups: str) -> Api:
-        """Return JSON requests as ``user`` in ``groups``."""
+        """Return the client for JSON requests as ``user`` in ``groups``."""
         if (user, groups) not in self._apis:
             authority = self._where.authority
             certificate, key = authority.client(f"{self._file_of(user, groups)}.api", user=user, groups=groups)
@@ -153,7 +153,10 @@ class ControlPlane:
         kubeconfig: Path | None = None,
         timeout_s: float = 60.0,
     ) -> str:
-        """Run kubectl, as the administrator or another, and give what it printed; ``manifest`` is its input (-f -)."""
+        """Run kubectl and return its output. Raises KubectlError.
+
+        manifest: its standard input, for ``-f -``; kubeconfig: of its user, by default the administrator.
+        """
         text = manifest if isinstance(manifest, str) or manifest is None else json.dumps(manifest)
         ended = subprocess.run(
             [binary("kubectl"), *arguments],
@@ -169,7 +172,7 @@ class ControlPlane:
         return ended.stdout
 
     def install_crds(self, folder: Path) -> None:
-        """Apply the CustomResourceDefinitions in ``folder`` as a user would and wait until they are served."""
+        """Apply the CustomResourceDefinitions in ``folder`` with kubectl and wait until they are served."""
         self.kubectl("apply", "-f", str(folder))
         self.wait_until(self._every_definition_is_served, f"the resources of {folder} to be served")
 
@@ -182,7 +185,7 @@ class ControlPlane:
         labels: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> list[str]:
-        """Add fake nodes with ``each`` of ``resource`` and wait until they are Ready. Gives their names."""
+        """Add fake nodes with ``each`` of ``resource``, wait until they are Ready, and return their names."""
         numbers = list(itertools.islice(self._serial, count))
         names = [f"node-{number}" for number in numbers]
         for name, number in zip(names, numbers, strict=True):
@@ -192,7 +195,7 @@ class ControlPlane:
         return names
 
     def lose_node(self, name: str) -> None:
-        """Make a fake node vanish: it is tainted, and its pods are not Ready and cannot be deleted."""
+        """Make a fake node stop answering: it is tainted, and its pods are not Ready and cannot be deleted."""
         nodes.set_lost(self.api, name, lost=True)
 
     def return_node(self, name: str) -> None:
@@ -200,33 +203,33 @@ class ControlPlane:
         nodes.set_lost(self.api, name, lost=False)
 
     def requests(self, *, user: str | None = None) -> list[audit.Request]:
-        """Return every request so far, or those of one user; needs ``audited``."""
+        """Return the requests so far, of all users or of one; needs ``audited``."""
         if not self._audited:
-            raise PlaneError("this control plane records no requests: make it with audited=True")
+            raise PlaneError("this control plane records no requests: create it with audited=True")
         return audit.read(self._where.audit_log, user=user)
 
     def process(self, name: str) -> Process:
-        """Return a server by its name: etcd, apiserver, kcm, sched or kwok; to end it, stop it, measure it."""
+        """Return a server by its name: etcd, apiserver, kcm, sched or kwok."""
         return self._processes[name]
 
     def restart(self, name: str, *, timeout_s: float = 60.0) -> None:
-        """End a server and start it again on what is stored, as an upgrade of the control plane does."""
+        """End a server and start it again with the stored state, as an upgrade of the control plane does."""
         self._processes[name].end()
         self._processes[name].start()
         self.wait_until(self._is_ready, "the API server to be ready", timeout_s=timeout_s)
 
     def rely_on(self, process: Process) -> None:
-        """Make every wait fail once this process has ended, until somebody ends it on purpose."""
+        """Make every wait fail if this process ends by itself; after ``Process.end`` waits continue."""
         self._others.append(process)
 
     def wait_until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 60.0) -> None:
-        """Wait until ``condition`` holds. Raises PlaneError, at once when a server died."""
+        """Wait until ``condition`` holds. Raises PlaneError at the deadline, or immediately if a server ended."""
         wait_until(condition, what, timeout_s=timeout_s, needs=[*self._processes.values(), *self._others])
 
     @property
     def _where(self) -> servers.Site:
         if self._site is None:
-            raise PlaneError("the control plane does not run")
+            raise PlaneError("the control plane is not running")
         return self._site
 
     def _start(self, timeout_s: float) -> None:
@@ -254,7 +257,7 @@ class ControlPlane:
             if name in self.with_:
                 self._launch(name, command)
         if "kcm" in self.with_:
-            self.wait_until(lambda: self.api.exists(_ACCOUNT), "the controllers to begin", timeout_s=timeout_s)
+            self.wait_until(lambda: self.api.exists(_ACCOUNT), "the controllers to start", timeout_s=timeout_s)
 
     def _launch(self, name: str, command: Callable[[servers.Site], servers.Command]) -> None:
         process = Process(name, command(self._where), log=self.folder / "log" / name, env=_RARELY)
@@ -268,7 +271,7 @@ class ControlPlane:
             return False
 
     def _every_definition_is_served(self) -> bool:
-        """Say whether the definitions are established, and explained and discovered, which comes a moment later."""
+        """Return whether the definitions are established and, shortly afterwards, in OpenAPI and in discovery."""
         definitions = self.api.get(_DEFINITIONS)["items"]
         for definition in definitions:
             held = {(each["type"], each["status"]) for each in (definition.get("status") or {}).get("conditions") or ()}

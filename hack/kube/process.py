@@ -1,7 +1,7 @@
-"""One server process: which ends with its parent, watched while it is waited for, ended by its pid.
+"""A server process that ends with its parent, and waits that fail as soon as such a process ends.
 
-Invariant: no process outlives the one that started it, also when that is killed with SIGKILL; and nothing is waited
-for without a deadline, nor any longer once a process that it depends on has died.
+Invariant: no process outlives the one that started it, even if that is killed with SIGKILL. Every wait has a deadline,
+and ends early if a process that it depends on has ended.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _TAIL_LINES: Final = 15
 
 
 class PlaneError(RuntimeError):
-    """The control plane, or something in it, did not do what was asked of it."""
+    """The control plane or a part of it failed, or missed a deadline."""
 
 
 class Process:
-    """A server and its log. It can be ended and started again with the same command, as a failure or an upgrade.
+    """A server and its log. It can be ended and restarted with the same command, to simulate a failure or an upgrade.
 
-    env: variables that it has beside those of this process.
+    env: variables in addition to those of this process.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process id. Raises PlaneError when it does not run."""
+        """The process id. Raises PlaneError if the process was not started."""
         if self._running is None:
             raise PlaneError(f"{self.name} was not started")
         return self._running.pid
 
     def start(self) -> None:
-        """Start it. The kernel ties its life to the thread that does this, so only the main one may."""
+        """Start the process. The kernel kills it when the calling thread ends: only the main thread may call this."""
         if threading.current_thread() is not threading.main_thread():
-            raise PlaneError(f"{self.name} has to be started by the main thread: it would end together with this one")
+            raise PlaneError(f"{self.name} must be started by the main thread, because it ends with its thread")
         parent = os.getpid()
 
         def die_with_parent() -> None:
@@ -72,7 +72,7 @@ class Process:
             )
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal; after SIGSTOP none of its threads runs any more when this returns."""
+        """Send a signal to the process. For SIGSTOP, return after all of its threads have stopped."""
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
             wait_until(self._is_stopped, f"{self.name} to stop")
@@ -82,7 +82,7 @@ class Process:
         return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End it and wait until it is gone; by default at once, since what it stored is thrown away."""
+        """End the process and wait for its end; by default with SIGKILL, since its state is not kept."""
         if self._running is None:
             return
         if self._running.poll() is None:
@@ -95,34 +95,34 @@ class Process:
         self._running = None
 
     def died(self) -> str:
-        """Say how it ended on its own, with the end of its log; "" while it runs or was not started."""
+        """Return the exit status and the end of the log if the process ended by itself, "" otherwise."""
         if self._running is None or self._running.poll() is None:
             return ""
         return f"{self.name} ended with {self._running.returncode}; the end of {self.log}:\n{self.tail()}"
 
     def tail(self) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def cpu_s(self) -> float:
-        """Return the processor time that it has used, in seconds."""
+        """Return the CPU time that the process has used, in seconds."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_bytes(self) -> int:
-        """Return its resident memory."""
+        """Return the resident memory of the process."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Restarted(Process):
-    """A process that whoever waits for what it does starts again where it ended with ``status``, as a kubelet does."""
+    """A process that a wait restarts if it ended with ``status``, as a kubelet restarts a container."""
 
     def __init__(self, name: str, command: Sequence[str | Path], *, log: Path, status: int) -> None:
         super().__init__(name, command, log=log)
         self._status = status
 
     def died(self) -> str:
-        """Start it again where it ended with ``status``; else say how it ended on its own."""
+        """Restart the process if it ended with ``status``; otherwise return how it ended by itself."""
         said = super().died()
         if self._running is None or self._running.returncode != self._status:
             return said
@@ -133,7 +133,9 @@ class Restarted(Process):
 def wait_until(
     condition: Callable[[], object], what: str, *, timeout_s: float = 60.0, needs: Iterable[Process] = ()
 ) -> None:
-    """Wait until ``condition`` holds. Raises PlaneError that names ``what`` when it does not, or cannot any more."""
+    """Wait until ``condition`` holds. Raises PlaneError, which names ``what``, at the deadline or if a process of
+    ``needs`` ended.
+    """
     needed = list(needs)
     deadline = time.monotonic() + timeout_s
     while not condition():

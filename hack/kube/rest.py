@@ -1,7 +1,7 @@
-"""JSON requests to the API server as one user, with nothing but the standard library.
+"""JSON requests to the API server as one user, with only the standard library.
 
-For what a test does hundreds of times; a kubectl call costs 0.1 to 0.2 s. Invariant: an answer that is no success
-raises ``Refused`` with what the server said.
+Tests send hundreds of such requests; a kubectl call takes 0.1 to 0.2 s. Invariant: an answer without success raises
+``Refused`` with the server's message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LATER_S: Final = 0.2
 
 
 class Refused(Exception):
-    """The API server said no. status: the HTTP status; causes: (field, message) of each thing that was wrong."""
+    """The API server refused a request. status: the HTTP status; causes: (field, message) of each error."""
 
     def __init__(self, status: int, answer: Json) -> None:
         super().__init__(f"{status}: {answer.get('message', answer)}")
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Api:
-    """One user at one server. Each thread keeps its connection: a handshake costs as much as a request."""
+    """A client for one user. Each thread keeps its connection, because a TLS handshake costs as much as a request."""
 
     def __init__(self, server: str, *, ca: Path, certificate: Path, key: Path) -> None:
         self._address = urlsplit(server).netloc
@@ -53,11 +53,11 @@ class Api:
         return self.request("GET", path, query=query)
 
     def create(self, path: str, body: Json, *, query: Mapping[str, str] = STRICT) -> Json:
-        """Create an object in the collection at ``path``; with ``query=DRY_RUN`` only ask whether it could be."""
+        """Create an object in the collection at ``path``; with ``query=DRY_RUN``, only validate it."""
         return self.request("POST", path, body, query=query)
 
     def replace(self, path: str, body: Json, *, query: Mapping[str, str] = STRICT) -> Json:
-        """Write the whole object at ``path``."""
+        """Replace the object at ``path``."""
         return self.request("PUT", path, body, query=query)
 
     def patch(self, path: str, body: Json, *, form: str = MERGE, query: Mapping[str, str] = STRICT) -> Json:
@@ -69,7 +69,7 @@ class Api:
         return self.request("DELETE", path, query=query)
 
     def exists(self, path: str) -> bool:
-        """Say whether there is something at ``path``."""
+        """Return whether an object exists at ``path``."""
         try:
             self.get(path)
         except Refused as refused:
@@ -88,9 +88,9 @@ class Api:
         form: str = "application/json",
         timeout_s: float = 30.0,
     ) -> Json:
-        """Send one request, again while the server asks to come back later (storage of a new kind begins).
+        """Send one request, and repeat it while the server answers 429, as it does while a new kind is initialised.
 
-        Raises Refused for a refusal and OSError when nobody answers.
+        Raises Refused if the server refuses the request, and OSError if it does not answer.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -116,7 +116,7 @@ class Api:
         form: str = "application/json",
         timeout_s: float = 30.0,
     ) -> tuple[int, bytes]:
-        """Send one request and give status and body, whatever they are."""
+        """Send one request and return the status and the body, also of a refusal."""
         connection = self._connection(timeout_s)
         try:
             connection.request(
@@ -135,7 +135,7 @@ class Api:
         return said
 
     def _connection(self, timeout_s: float) -> http.client.HTTPSConnection:
-        """Return this thread's connection, a new one where the server has hung up: then there is something to read."""
+        """Return this thread's connection, or a new one if the server closed it, which makes its socket readable."""
         kept: http.client.HTTPSConnection | None = self._kept.__dict__.pop("connection", None)
         if kept is not None and not select.select([kept.sock], [], [], 0)[0]:
             kept.sock.settimeout(timeout_s)

@@ -1,7 +1,7 @@
-"""The start of each server of a control plane: its command line, as a function of where the plane lives.
+"""The command line of each server of a control plane, as a function of the plane's folder, address and ports.
 
-Invariant: everything listens on 127.0.0.1 only, the API server on the plane's own address; on ports of this plane, and
-writes only into the plane's folder.
+Invariant: the API server listens on the plane's address, and all other servers on 127.0.0.1, on ports of this plane.
+The servers write only into the plane's folder.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _SERVICES: Final = "10.96.0.0/16"
 _FIRST_SERVICE: Final = "10.96.0.1"
 _MASTERS: Final = ("system:masters",)
 _QPS: Final = 300
-"""Requests a second that controllers allow themselves; with the defaults (20, 50) those would be what is measured."""
+"""The controllers' limit of requests per second. The defaults (20, 50) would limit what benchmarks measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where one plane lives.
+    """The folder, address and ports of one plane.
 
-    address: of the API server; audit: whether requests are recorded; pods_need_accounts: whether somebody makes them.
+    address: the API server's address; audit: whether requests are recorded; pods_need_accounts: whether a pod needs a
+    service account, which the controllers create.
     """
 
     folder: Path
@@ -53,7 +54,7 @@ class Site:
 
     @property
     def audit_log(self) -> Path:
-        """Where requests are recorded."""
+        """The file that requests are recorded in."""
         return self.folder / "audit.log"
 
     def kubeconfig(self, name: str, *, user: str, groups: tuple[str, ...] = ()) -> Path:
@@ -62,13 +63,13 @@ class Site:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, and that no connection takes while a server is being started again."""
+    """Return free ports that no outgoing connection uses while a server restarts."""
     with PortReservation(count) as ports:
         return list(ports)
 
 
 def etcd(site: Site) -> Command:
-    """Return the command of the store; it never syncs to disk, since nothing survives the plane."""
+    """Return the command of etcd; it never syncs to disk, since its data is not kept."""
     clients, peers = f"http://{LOOPBACK}:{site.etcd_port}", f"http://{LOOPBACK}:{site.peer_port}"
     return [
         binary("etcd"),
@@ -125,8 +126,8 @@ def controller_manager(site: Site) -> Command:
 def scheduler(site: Site) -> Command:
     """Return the command of the scheduler.
 
-    It looks again after half a minute at a pod for which it has no node: on a busy machine it has missed once that a
-    volume was bound just then, and by itself it would come back to the pod after five minutes.
+    Every 30 s it retries the pods that have been unschedulable for 20 s, instead of 5 minutes by default: on a busy
+    machine, it once missed that the volume of a pod was bound.
     """
     config = site.kubeconfig("sched", user="system:kube-scheduler")
     settings = {
@@ -145,7 +146,7 @@ def scheduler(site: Site) -> Command:
 
 
 def kwok(site: Site) -> Command:
-    """Return the command of KWOK, which plays the kubelets of fake nodes by the stages in ``kwok/``."""
+    """Return the command of KWOK, which simulates the kubelets of fake nodes by the stages in ``kwok/``."""
     config = site.kubeconfig("kwok", user="kwok", groups=_MASTERS)
     stages: Sequence[Path] = sorted((HERE / "kwok").glob("*.yaml"))
     return [

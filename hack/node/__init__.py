@@ -1,6 +1,6 @@
-"""A real Kubernetes node on this machine: kubelet, containerd, CNI, kube-proxy and CoreDNS beside ``kube``'s control
-plane. ``python -m node up`` for people, ``Node`` for programs.
+"""A real Kubernetes node on this machine: kubelet, containerd, CNI, kube-proxy and CoreDNS, with the control plane of
+``kube``. Start it with ``python -m node up`` from a shell, or with ``Node`` from a program.
 
-Needs root, cgroup v1 and a few Debian packages (``machine.PACKAGES``). Invariant: what a node starts ends with the init
-process of its own namespaces, and with it what it mounted, routed and listened on; killing it is the way to end it.
+It needs root, cgroup v1 and a few Debian packages (``machine.PACKAGES``). Invariant: all processes, mounts, routes and
+sockets of a node end with the init process of its namespaces. To end the node, that process is killed.
 """

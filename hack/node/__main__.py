@@ -1,7 +1,7 @@
-"""A node for people: ``python -m node up``, ``env``, ``down``.
+"""A node for manual use: ``python -m node up``, ``env``, ``down``.
 
-``up`` leaves a holder in the background, and the node lives and dies with it. Invariant: a machine has one node, and
-``down`` returns when nothing of it is left.
+``up`` leaves a holder process in the background, and the node ends with it. Invariant: a machine has at most one node,
+and ``down`` returns after the node has been removed.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def main() -> int:
 
 
 def prepare(_: argparse.Namespace) -> int:
-    """Install the Debian packages that a node needs, and say what else is missing."""
+    """Install the Debian packages that a node needs, and report other missing requirements."""
     machine.prepare(print)
     return 0
 
 
 def up(_: argparse.Namespace) -> int:
-    """Start a node that stays until ``down``, and print how to reach it."""
+    """Start a node that runs until ``down``, and print how to reach it."""
     place = place_of(PLACE)
     if owner(place) is not None:
         raise PlaneError("a node is up already: `down` ends it, `env` prints how to reach it")
-    told = place / _ENV
-    told.unlink(missing_ok=True)
+    ready = place / _ENV
+    ready.unlink(missing_ok=True)
     log = _log()
     with log.open("wb") as out:
         holder = subprocess.Popen(
@@ -68,13 +68,13 @@ def up(_: argparse.Namespace) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    wait_until(lambda: told.exists() or holder.poll() is not None, f"the node; log: {log}", timeout_s=_UP_DEADLINE_S)
+    wait_until(lambda: ready.exists() or holder.poll() is not None, f"the node; log: {log}", timeout_s=_UP_DEADLINE_S)
     print(log.read_text(), end="", file=sys.stderr)
     return 1 if holder.poll() is not None else env(_)
 
 
 def hold(arguments: argparse.Namespace) -> int:
-    """Own a node until a signal comes; what ``up`` leaves in the background."""
+    """Run a node until SIGTERM or SIGINT; ``up`` starts this command in the background."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     began = time.monotonic()
@@ -99,7 +99,7 @@ def hold(arguments: argparse.Namespace) -> int:
 
 
 def down(_: argparse.Namespace) -> int:
-    """End the node; none is as good as one that ended."""
+    """End the node; succeed if there is none."""
     place = place_of(PLACE)
     if (holder := owner(place)) is not None:
         os.kill(holder, signal.SIGTERM)
@@ -109,7 +109,7 @@ def down(_: argparse.Namespace) -> int:
 
 
 def env(_: argparse.Namespace) -> int:
-    """Print what a shell has to evaluate to reach the node."""
+    """Print the shell commands that point kubectl to the node."""
     place = place_of(PLACE)
     if owner(place) is None:
         raise PlaneError("no node is up")

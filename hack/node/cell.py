@@ -1,7 +1,7 @@
-"""Private network, mount and process namespaces in which a node lives, and their first process.
+"""The private network, mount and process namespaces of a node, and their first process, the init.
 
-Invariant: the init is the child of a process that ends with its parent, so it dies with us at the latest; the kernel
-then ends all that runs inside, and with the namespaces go mounts, interfaces and the rules of the packet filter.
+Invariant: the init is the child of a process that ends with its parent, so it does not outlive this process. When it
+ends, the kernel kills all processes inside and removes the namespaces' mounts, interfaces and packet filter rules.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from node import machine
 _SCRIPT: Final = Path(__file__).with_name("init.sh")
 _BEGIN_S: Final = 10.0
 _EMPTY_FOLDERS: Final = (Path("/var/lib/cni"), Path("/var/lib/kubelet"))
-"""What Kubernetes wants at fixed places: the node has its own there, in memory."""
+"""Fixed paths that Kubernetes uses: in the namespaces of the node they are mounts in memory."""
 
 
 class Cell:
-    """The namespaces of one node, whose files lie in ``folder``."""
+    """The namespaces of one node. folder: the folder for its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class Cell:
         self.init = 0
 
     def start(self) -> None:
-        """Begin, connected to this machine."""
+        """Create the namespaces, and connect their network to this machine."""
         machine.disconnect()
         machine.make_cgroups()
         for place in _EMPTY_FOLDERS:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The first process of a node: it arranges the mounts of its namespaces, says so, and becomes the reaper.
+# The first process of a node: it sets up the mounts of its namespaces, creates a file as a signal, and becomes the reaper.
 #   init.sh FOLDER PAUSE
 set -euo pipefail
 folder=$1 pause=$2
@@ -15,7 +15,7 @@ for place in /run /var/log /var/lib/cni /var/lib/kubelet; do
 done
 mkdir -p /run/netns /var/log/containers /var/log/pods
 
-# kubelet sets these for the whole machine: here it gets copies.
+# kubelet sets these for the whole machine, so it gets copies.
 mkdir "$folder/sysctl"
 for name in kernel/panic kernel/panic_on_oops vm/overcommit_memory vm/panic_on_oom kernel/keys/root_maxkeys kernel/keys/root_maxbytes; do
     if [ -f "/proc/sys/$name" ]; then

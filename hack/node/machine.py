@@ -1,7 +1,7 @@
-"""The traces of a node on its machine, which it needs while it runs: one link, two routes, a control group.
+"""The resources of a node on its machine, outside of its namespaces: one link, two routes, a control group.
 
-Invariant: addresses and names are fixed, so a machine has one node at a time, and what a killed one left behind is
-found and removed by the next.
+Invariant: addresses and names are fixed, so a machine has one node at a time, and a new node finds and removes the
+resources that a killed one left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INSTALL_S: Final = 600.0
 
 
 def prepare(say: Callable[[str], None]) -> None:
-    """Install the Debian packages that are missing. Raises PlaneError where a node cannot be had all the same."""
+    """Install the missing Debian packages. Raises PlaneError if a node still cannot run."""
     if os.geteuid() == 0 and _missing() and shutil.which("apt-get") is not None:
         say(f"installing {' '.join(PACKAGES)}")
         run("apt-get", "-qq", "update", within_s=_INSTALL_S)
@@ -43,7 +43,7 @@ def prepare(say: Callable[[str], None]) -> None:
 
 
 def check() -> None:
-    """Raise PlaneError where something is missing, with how to get it."""
+    """Raise PlaneError if a requirement is missing, with the command that installs it."""
     if os.geteuid() != 0:
         raise PlaneError("a node needs root: it makes namespaces, mounts and a network link")
     if missing := _missing():
@@ -59,7 +59,7 @@ def _missing() -> list[str]:
 
 
 def run(*command: str | Path, within_s: float = _DEADLINE_S) -> str:
-    """Run a command and return what it printed. Raises PlaneError with what it said."""
+    """Run a command and return its output. Raises PlaneError, with its error output, if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
     if ended.returncode != 0:
         raise PlaneError(f"`{' '.join(map(str, command))}` ended with {ended.returncode}: {ended.stderr.strip()}")
@@ -67,7 +67,7 @@ def run(*command: str | Path, within_s: float = _DEADLINE_S) -> str:
 
 
 def connect(init: int) -> None:
-    """Lay the link into the network namespace of process ``init``, and the routes to what lies behind it."""
+    """Create the link into the network namespace of process ``init``, and the routes to pods and services."""
     inside = ("nsenter", "--target", str(init), "--net")
     run("ip", "link", "add", _OUTSIDE, "type", "veth", "peer", "name", _INSIDE)
     run("ip", "link", "set", _INSIDE, "netns", str(init))
@@ -82,14 +82,14 @@ def connect(init: int) -> None:
 
 
 def disconnect() -> None:
-    """Remove the link, and with it the routes, where a dead namespace has not taken them along yet."""
+    """Remove the link and its routes, unless the end of the namespace has already removed them."""
     if _linked():
         subprocess.run(["ip", "link", "delete", _OUTSIDE], capture_output=True, timeout=_DEADLINE_S, check=False)
-        wait_until(lambda: not _linked(), "the link of the node to be gone", timeout_s=_DEADLINE_S)
+        wait_until(lambda: not _linked(), "the link of the node to disappear", timeout_s=_DEADLINE_S)
 
 
 def make_cgroups() -> None:
-    """Make the node's group in every hierarchy; the one of processor sets must be told what it may use."""
+    """Create the node's group in every hierarchy; in the cpuset hierarchy, copy the allowed CPUs and memory nodes."""
     for hierarchy in _hierarchies():
         group = hierarchy / CGROUP
         group.mkdir(exist_ok=True)
@@ -99,23 +99,23 @@ def make_cgroups() -> None:
 
 
 def remove_cgroups() -> None:
-    """Remove the node's groups, which have to be empty of processes; that may take a moment after they were killed."""
+    """Wait until the node's groups contain no processes, which takes a moment after a kill, and remove them."""
     wait_until(_removed, f"the control groups {CGROUP} to be empty", timeout_s=_DEADLINE_S)
 
 
 def _removed() -> bool:
-    gone = True
+    removed = True
     for hierarchy in _hierarchies():
         for folder, _, _ in os.walk(hierarchy / CGROUP, topdown=False):
             try:
                 Path(folder).rmdir()
             except OSError:
-                gone = False
-    return gone
+                removed = False
+    return removed
 
 
 def left(folder: Path) -> list[str]:
-    """Return what there is of a node whose files lay in ``folder``: nothing, when it has ended."""
+    """Return the remaining resources of a node whose files were in ``folder``; none if it has ended."""
     found = [_OUTSIDE] if _linked() else []
     found += [f"route {line}" for line in run("ip", "route").splitlines() if ADDRESS in line]
     found += [str(hierarchy / CGROUP) for hierarchy in _hierarchies() if (hierarchy / CGROUP).exists()]
@@ -128,14 +128,14 @@ def left(folder: Path) -> list[str]:
 
 def _belongs(process: Path, folder: Path) -> bool:
     try:
-        mine = str(folder) in (process / "cmdline").read_text(errors="replace")
-        return mine or CGROUP in (process / "cgroup").read_text()
+        names_folder = str(folder) in (process / "cmdline").read_text(errors="replace")
+        return names_folder or CGROUP in (process / "cgroup").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def _hierarchies() -> Iterator[Path]:
-    """Yield where groups are: the controllers of cgroup v1, each by itself, and beside them the one tree of v2."""
+    """Yield the mount points of the control group hierarchies: one for each controller of v1, and the tree of v2."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split()
         if kind in ("cgroup", "cgroup2"):

@@ -1,11 +1,11 @@
-"""One cluster of one real node.
+"""A cluster with one real node.
 
     with Node() as node:
         node.load(image("runtime-cpu"))
         node.plane.kubectl("get", "nodes")
 
-Invariant: after ``start`` the node is Ready and resolves names; after ``stop``, or the death of this process, nothing
-of it is left on the machine but an empty control group, which the next one removes.
+Invariant: after ``start`` the node is Ready and resolves names. After ``stop`` nothing of it remains. After the death
+of this process, its processes have ended, and the next node removes its files and its control group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _API_FLAGS: Final = ("--enable-admission-plugins=NodeRestriction", "--kubelet-pr
 
 
 class Node:
-    """Starts and ends a control plane and a node. audited: record every request; say: told what is being done."""
+    """A control plane and a node. audited: record every request; say: receives progress messages."""
 
     def __init__(self, *, audited: bool = False, say: Say = lambda _: None) -> None:
         self._say = say
@@ -54,13 +54,13 @@ class Node:
 
     @property
     def folder(self) -> Path:
-        """The folder with all that the node writes, removed by ``stop``."""
+        """The folder for all files of the node, removed by ``stop``."""
         if self._folder is None:
             raise PlaneError("the node does not run")
         return self._folder.path
 
     def start(self) -> None:
-        """Start everything. Raises PlaneError or BuildError; then nothing is left."""
+        """Start the control plane and the node. Raises PlaneError or BuildError, after cleaning up."""
         machine.check()
         for name in _BINARIES:
             binary(name, say=self._say)
@@ -71,7 +71,7 @@ class Node:
             raise
 
     def stop(self) -> None:
-        """End everything, and remove what it left."""
+        """End the node and the control plane, and remove their files."""
         if self._cell is not None:
             self._cell.end()
         for process in self._processes:
@@ -107,12 +107,12 @@ class Node:
         return self._cell.inside(*command)
 
     def kill(self, container: str) -> None:
-        """Kill the first process of a container, by its id, as the machine that runs out of memory does."""
+        """Kill the first process of a container, by the container's id, as the kernel does when memory runs out."""
         ctr = ("ctr", "--address", servers.socket(self.folder), "--namespace", "k8s.io")
         machine.run(*self.inside(*ctr, "tasks", "kill", "--signal", "SIGKILL", container))
 
     def wait_until(self, condition: Callable[[], object], what: str, *, timeout_s: float) -> None:
-        """Wait until ``condition`` holds. Raises PlaneError, at once when a server of the node died."""
+        """Wait until ``condition`` holds. Raises PlaneError at the deadline, or immediately if a server ended."""
         wait_until(condition, what, timeout_s=timeout_s, needs=self._processes)
 
     def _start(self) -> None:

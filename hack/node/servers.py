@@ -1,6 +1,6 @@
-"""The start of each server of a node: its command line and configuration, as a function of where the node lives.
+"""The command line and configuration of each server of a node, as a function of the node's folder.
 
-Invariant: nothing is written outside of the node's folder and of the places that its namespaces keep in memory.
+Invariant: the servers write only into the node's folder and into paths that its namespaces keep in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Command = list[str | Path]
 
 
 def containerd(folder: Path, *, pause: str) -> Command:
-    """Return the command of the container runtime; ``pause`` is the image of the process that holds a pod."""
+    """Return the command of the container runtime. pause: the image of a pod's first process."""
     settings = f"""\
 version = 2
 root = "{folder}/containerd"
@@ -51,7 +51,7 @@ state = "/run/containerd"
 
 
 def socket(folder: Path) -> Path:
-    """Return where the container runtime listens."""
+    """Return the socket of the container runtime."""
     return folder / "containerd.sock"
 
 
@@ -91,7 +91,7 @@ def kubelet(folder: Path, plane: ControlPlane) -> Command:
 
 
 def proxy(folder: Path, plane: ControlPlane) -> Command:
-    """Return the command of kube-proxy. Its limits of connection tracking would hold for the whole machine."""
+    """Return the command of kube-proxy, without its conntrack limits, which would apply to the whole machine."""
     settings = {
         "clientConnection": {"kubeconfig": str(plane.kubeconfig("system:kube-proxy"))},
         "hostnameOverride": NAME,

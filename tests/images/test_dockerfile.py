@@ -28,5 +28,5 @@ def test_the_runtime_has_its_extras_and_no_entry_point() -> None:
 def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "Dockerfile"
     file.write_text('FROM base\nRUN pip install ".[torch]"\n')
-    with pytest.raises(ValueError, match="RUN is not understood"):
+    with pytest.raises(ValueError, match="RUN is not supported"):
         dockerfile.read(file)

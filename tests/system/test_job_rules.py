@@ -98,7 +98,7 @@ def test_what_autoscalers_follow_is_what_the_driver_wants(scraped: Scraped) -> N
 
 
 def test_a_rule_about_what_nobody_exposes_is_found_out(scraped: Scraped) -> None:
-    with pytest.raises(RuleError, match="nobody exposes asyncflow_driver_steps"):
+    with pytest.raises(RuleError, match="no process exposes asyncflow_driver_steps"):
         course(scraped, minutes=1, changes=[Change("asyncflow_driver_steps", {})])
     with pytest.raises(RuleError, match="AsyncFlowJobStalled"):
         told(scraped, Change(QUIET, {}, to=2 * LimitsSpec().stall_seconds), minutes=60, firing=[])
