@@ -1,9 +1,9 @@
-"""A network of its own: one namespace for the core, one for each guest behind a link that is capped towards it.
+"""An isolated network: one namespace for the core, and one for each guest, whose link has limited bandwidth.
 
     core: 10.77.0.1 on a bridge ── veth, tbf towards the guest ── 10.77.0.10 + i in namespace i
 
-Invariants: there is no way between these namespaces and any other network; names hold this process's id; whatever was
-made is removed when the context ends, also when making it failed half-way.
+Invariants: these namespaces have no route to any other network. Their names contain this process's id. When the context
+ends, all that was created is removed, even if the creation failed half-way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUEUE = "50ms"
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Namespaces by name. guests: one for each rollout, in order."""
+    """The names of the namespaces. guests: one for each rollout, in order."""
 
     core: str
     guests: tuple[str, ...]
@@ -37,21 +37,21 @@ class Network:
 
     @staticmethod
     def within(namespace: str, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs ``argv`` in ``namespace`` (as the same process: ``ip`` becomes it)."""
+        """Return the command that runs ``argv`` in ``namespace``, in the same process: ``ip`` replaces itself by it."""
         return [_path("ip"), "netns", "exec", namespace, *argv]
 
 
 def missing() -> list[str]:
-    """Say what this machine lacks: root's rights or programs."""
+    """Return the missing requirements: root's rights or programs."""
     lacks = [name for name in NEEDED if shutil.which(name, path=_ENV["PATH"]) is None]
     return lacks if os.geteuid() == 0 else ["root's rights", *lacks]
 
 
 @contextlib.contextmanager
 def capped_links(*, guests: int, bits_per_s: float, both_ways: bool = False, mtu: int = 1500) -> Iterator[Network]:
-    """Make the network; towards each guest, or both ways, go at most ``bits_per_s``, in packets of ``mtu`` bytes.
+    """Create the network. Each link is limited to ``bits_per_s``, towards the guest or both ways.
 
-    Raises CalledProcessError where it cannot.
+    mtu: the size of packets in bytes. Raises CalledProcessError if a command fails.
     """
     network = Network(
         core=f"asyncflow-{os.getpid()}-core",

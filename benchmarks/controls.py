@@ -1,18 +1,22 @@
-"""The quickstart, the other modes and the controls: that each mode learns as much, and that noise teaches nothing.
+"""Run the quickstart in every mode, and controls: each mode must learn equally well, and noise must teach nothing.
 
     python benchmarks/controls.py --seeds 1 2 3
     python benchmarks/controls.py --seeds 1 2 3 --runs sync "verl 4, decoupled"
 
-All runs but those called ``half`` have the same model, data and steps, so as many samples; figures are means over the
-seeds, on the manifest's held-out prompts. ``sync``: one step after another. ``shuffled``: rewards are permuted within
-each group. ``decoupled``: ``old: recompute`` with truncated weights of tokens; ``lagged``: the old policy of one step
-behind. ``lag 8``: weights are published every 8 steps, so that tokens are 6 to 8 steps stale on average; ``half``: with
-half of the samples, before all have learned everything. Staleness: the greatest of a sample's oldest and newest token,
-and the mean of tokens, in steps, of the run that has most. Effective: the mean of ``correction_ess`` over the steps, 1
-without a correction.
+All runs except ``half`` have the same model, data and steps, and so the same number of samples. Figures are means over
+the seeds, on the manifest's held-out prompts. The runs and columns are:
 
-Of every run the versions of each token, as the trainer recorded them, are compared with what its mode promises, and its
-samples with those that the ledger counts as trained.
+* ``sync``: generation and training take turns.
+* ``shuffled``: rewards are permuted within each group.
+* ``decoupled``: ``old: recompute`` with truncated importance weights of tokens.
+* ``lagged``: the old policy is that of one step before.
+* ``lag 8``: weights are published every 8 steps, so that tokens are 6 to 8 steps stale on average.
+* ``half``: half of the samples, before every run has learned everything.
+* staleness: the maximum of a sample's oldest and newest token, and the mean of tokens, in steps, of the stalest run.
+* effective: the mean of ``correction_ess`` over the steps, 1 without a correction.
+
+For every run, the recorded version of each token is compared with the window of its mode, and the trained samples with
+those in the ledger.
 """
 
 from __future__ import annotations
@@ -58,19 +62,19 @@ VARIANTS = {
     "sync, half": (QUICKSTART, ["schedule.mode=sync", *SYNC, *HALF]),
     "lag 8, half": (QUICKSTART, [*LAG_8, *HALF]),
 }
-"""By name: manifest, and fields that are set."""
+"""The manifest and the fields to set, by the name of the run."""
 KINDS = ("accuracy", "greedy")
 MEANS = (*(f"eval_{kind}_{end}" for kind in KINDS for end in ("first", "last")), "effective", "wall_s")
 STALENESS = ("staleness_start_max", "staleness_end_max", "staleness_token_mean")
 WITHIN = 0.03
 NOISE = 0.05
-"""Most that may seem to be learned from shuffled rewards."""
+"""The largest accepted rise of accuracy with shuffled rewards."""
 WORSE = 0.10
-"""Least that samples so stale are behind after half of them."""
+"""The least loss of accuracy that such stale samples must show after half of the samples."""
 
 
 def run(name: str, manifest: Path, fields: Sequence[str], *, seed: int, output: Path) -> dict[str, float]:
-    """Run a manifest with fields and a seed, into a folder of that name, and give its summary."""
+    """Run a manifest with fields and a seed, in a folder named after both, and return its summary."""
     folder = output / f"{name}-{seed}"
     settings = [*fields, f"algorithm.seed={seed}", f"data.train.seed={seed}"]
     command = [sys.executable, "-m", "asyncflow", "run", str(manifest), "--output", str(folder), "--fresh"]
@@ -84,10 +88,10 @@ def run(name: str, manifest: Path, fields: Sequence[str], *, seed: int, output: 
 
 
 def broken_promises(folder: Path) -> list[str]:
-    """Return what tokens and samples of a run show against the promises of its mode: one of each kind.
+    """Return the violations of the mode's guarantees by tokens and samples of a run, one of each kind.
 
-    A sample of D_k has tokens of versions of the window of k only, older ones before newer ones, and of one version
-    unless running sequences change weights; each that the ledger counts as trained is in D_k once, and nothing else.
+    A sample of D_k has only tokens of versions in the window of k, older before newer versions. It has tokens of one
+    version unless ``swapAt`` is ``token``. The samples of all D_k are exactly those that the ledger counts as trained.
     """
     spec = load_job(folder / "job.yaml").spec
     schedule, auditor = Schedule.of(spec), Auditor()
@@ -115,14 +119,14 @@ def broken_promises(folder: Path) -> list[str]:
         for step, recorded in history.steps.items()
         for sample in recorded.samples
     )
-    told = max(line["staleness_start_max"] for line in lines(folder))
-    if oldest != told:
-        wrong["told"] = f"the oldest token is {oldest} steps stale, and the driver says {told:g}"
+    reported = max(line["staleness_start_max"] for line in lines(folder))
+    if oldest != reported:
+        wrong["reported"] = f"the oldest token is {oldest} steps stale, and the driver reports {reported:g}"
     return list(wrong.values())
 
 
 def main() -> int:
-    """Run everything, print the table, and give 0 where the controls hold."""
+    """Run the controls, print the table, and return 0 if all limits are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=Path("runs/controls"))
@@ -151,7 +155,7 @@ def main() -> int:
 
 
 def judged(means: dict[str, dict[str, float]]) -> bool:
-    """Print how what was run compares with its bars, and return whether it keeps them."""
+    """Print the results with their limits, and return whether all are met."""
     kept = []
     ends = {name: each["eval_accuracy_last"] for name, each in means.items()}
     if "shuffled" in means:

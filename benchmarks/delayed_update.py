@@ -1,14 +1,14 @@
-"""Does the delayed update hide a slow transfer? Real processes, real bytes, links that are really slow.
+"""Measure whether the delayed update hides a slow transfer of weights, with real processes on links of low bandwidth.
 
     sudo python benchmarks/delayed_update.py [--output runs/delayed-update] [--transfer 5] [--control]
 
-The core (driver, controller, storage, trainer) and each rollout have a network namespace of their own; the link towards
-each rollout is capped by ``tc tbf`` so that a version takes ``--transfer`` seconds. There are three runs: as it should
-be, with one rollout less, and with that one under SIGSTOP from the middle of a transfer to the end. ``--control``
-instead makes a run whose transfers take longer than generating a step: there the stall must show, or this would measure
-nothing.
+The core (driver, controller, storage, trainer) and each rollout have their own network namespaces. ``tc tbf`` limits
+the link towards each rollout so that the transfer of a version takes ``--transfer`` seconds. There are three runs:
+undisturbed, with one rollout less, and with one rollout under SIGSTOP from the middle of a transfer to the end of the
+run. With ``--control``, there is instead one run whose transfers take longer than the generation of a step; it must
+show a stall, to prove that the benchmark can measure one.
 
-Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
+Prints a table. The exit status is 1 if a limit is missed, and 2 if this machine cannot create the network.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from asyncflow.plan.job import plan
 HERE = Path(__file__).parent
 DRIVER = f"tcp://{CORE_ADDRESS}:20001"
 HTTP_PORT = 20002
-"""Of the first replica; the others serve at the ports after it."""
+"""The HTTP port of the first replica; the other replicas use the ports after it."""
 OVERHEAD = 1.05
 """Bytes on the link for each byte of weights: headers of Ethernet, IP and TCP."""
 MOST_S = 600.0
 CONTROL = 3.0
-"""In the control, a transfer takes so many times longer."""
+"""The factor by which a transfer takes longer in the control."""
 STOPPED_DURING = 3
-"""The version in the middle of whose transfer a rollout is stopped."""
+"""The version during whose transfer a rollout is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run. nbytes: of a version, which takes ``transfer_s``; stop: whether the last rollout is stopped in it."""
+    """One run. nbytes: the size of a version; transfer_s: its transfer time; stop: whether a rollout is stopped."""
 
     job: RLJob
     folder: Path
@@ -64,12 +64,12 @@ class Setting:
 
 
 def weights_bytes(job: RLJob) -> int:
-    """Return the bytes of what changes from one version of the counting trainer to the next."""
+    """Return the number of bytes that change from one version of the counting trainer to the next."""
     return 8 * int(str(job.spec.trainer.backend.options["moving"]))
 
 
 def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -> Callable[[LocalReplica, int], Launch]:
-    """Start rollouts in the guests' namespaces and all else in the core's."""
+    """Return ``launch`` changed so that rollouts start in the namespaces of the guests, and other roles in the core."""
 
     def launched(replica: LocalReplica, attempt: int) -> Launch:
         inner = launch(replica, attempt)
@@ -85,7 +85,7 @@ def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -
 
 @contextlib.asynccontextmanager
 async def observed(network: Network, folder: Path, output: Path) -> AsyncIterator[None]:
-    """Run the row observer beside a run; it ends with the run, or with this context."""
+    """Run the row observer during a run; it ends with the run, or with this context."""
     argv = [sys.executable, str(HERE / "row_observer.py"), str(folder), DRIVER, str(output)]
     with (folder / "logs" / "observer.log").open("w") as log:
         process = await asyncio.create_subprocess_exec(*network.within(network.core, argv), stdout=log, stderr=log)
@@ -100,7 +100,7 @@ async def observed(network: Network, folder: Path, output: Path) -> AsyncIterato
 
 
 async def run(setting: Setting) -> Figures:
-    """Make one run, and give what it showed. Raises what made the job fail."""
+    """Carry out one run, and return its figures. Raises the error that made the job fail."""
     guests = setting.job.spec.rollout.replicas
     rate = OVERHEAD * 8 * setting.nbytes / setting.transfer_s
     folder = RunFolder.claim(setting.folder, fresh=True)
@@ -120,7 +120,7 @@ async def run(setting: Setting) -> Figures:
 
 
 async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tuple[RunOutcome, Incident | None]:
-    """Run all roles to their end under the project's own supervisor, and stop one meanwhile where asked."""
+    """Run all roles to their end under the project's own supervisor; stop a rollout meanwhile if ``setting.stop``."""
     roles, victim = plan(setting.job).roles, len(network.guests) - 1
     ports = itertools.count(HTTP_PORT)
     places = Places(roles, ports={replica: next(ports) for replica in replicas_of(roles)}, another_port=ports.__next__)
@@ -157,7 +157,7 @@ def _pid(supervisor: Supervisor, rollout: int) -> int:
 
 
 def judge(bars: list[Bar]) -> bool:
-    """Print the bars as a table; say whether all are met."""
+    """Print the limits as a table; return whether all are met."""
     width = max(len(bar.what) for bar in bars)
     limit = max(len(bar.limit) for bar in bars)
     for bar in bars:
@@ -166,12 +166,12 @@ def judge(bars: list[Bar]) -> bool:
 
 
 def main() -> int:
-    """Make the runs and judge them."""
+    """Carry out the runs and check their limits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--manifest", type=Path, default=HERE / "delayed_update.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/delayed-update"))
-    parser.add_argument("--transfer", type=float, default=5.0, help="seconds that one version takes on a link")
-    parser.add_argument("--control", action="store_true", help="only the run in which the stall must show")
+    parser.add_argument("--transfer", type=float, default=5.0, help="seconds for the transfer of one version")
+    parser.add_argument("--control", action="store_true", help="only the run that must show a stall")
     options = parser.parse_args()
     if lacks := capped_links.missing():
         print(f"this needs {', '.join(lacks)}", file=sys.stderr)

@@ -1,15 +1,19 @@
-"""Scales the rollouts of a running job again and again, and compares its throughput with that of fleets that stay.
+"""Scale the rollouts of a running job repeatedly, and compare its throughput with jobs of a constant size.
 
     python benchmarks/elastic.py --changes 100 --seed 1
 
-The engine is simulated: a rollout makes as many tokens a second as its slots allow, so that rollouts are what the job
-waits for, and twice as many make twice as much. First a job runs with each number of rollouts, for the throughput that
-belongs to it; then one job is scaled ``--changes`` times, by ``asyncflow scale``, to numbers from a seeded generator.
+The engine is simulated: its slots limit the tokens per second of a rollout. The rollouts are the bottleneck of the job,
+and twice as many rollouts give twice the throughput. First, a job runs with each number of rollouts to measure its
+static throughput. Then one job is scaled ``--changes`` times, by ``asyncflow scale``, to numbers from a seeded
+generator.
 
-After each change, once all rollouts that are wanted are ready and those that are not have left, one version is left out
-and the next ``--versions`` are measured. Bars: their throughput, all together and in the median, is at least 95 % of
-that of the fleet that stays; a joiner has delivered its first sample when at most one version was published since its
-process began to run; the trainer is never started again; each sample is trained once.
+The measurement after a change starts when all wanted rollouts are ready and the surplus ones have left. It skips one
+version and covers the next ``--versions``. The limits are:
+
+* The throughput, in the mean and in the median, is at least 95 % of the static throughput.
+* A joining rollout delivers its first sample before two versions have been published since its process started.
+* The trainer is never restarted.
+* Each sample is trained once.
 """
 
 from __future__ import annotations
@@ -52,14 +56,14 @@ SETTINGS = (
 )
 BAR = 0.95
 WARM = 3
-"""Steps at the beginning of a run that are not measured."""
+"""The number of steps at the start of a run that are not measured."""
 WITHIN_S = 60.0
-"""Seconds for one thing to come about."""
+"""The timeout of a wait, in seconds."""
 
 
 class Change(NamedTuple):
-    """One change. from, to: rollouts; settled_s: seconds until it was done; ratio: throughput of the versions measured
-    to that of the fleet that stays.
+    """One change. before, after: numbers of rollouts; settled_s: seconds until it was complete; ratio: the throughput
+    of the measured versions divided by the static throughput.
     """
 
     before: int
@@ -69,7 +73,7 @@ class Change(NamedTuple):
 
 
 class Job:
-    """A job in a process of its own, in ``folder``."""
+    """A job in its own process. folder: the run folder."""
 
     def __init__(self, folder: Path, *, rollouts: int, most: int, steps: int) -> None:
         self.folder = folder
@@ -82,7 +86,7 @@ class Job:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def until(self, condition: Callable[[], bool], what: str, *, within_s: float = WITHIN_S) -> None:
-        """Wait for ``condition``. Raises RuntimeError where it does not come about in time, or the job ends."""
+        """Wait for ``condition``. Raises RuntimeError at the timeout, or if the job ends."""
         deadline = time.monotonic() + within_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -90,7 +94,7 @@ class Job:
             time.sleep(0.05)
 
     def until_step(self, step: int) -> None:
-        """Wait until so many steps were made."""
+        """Wait until ``step`` steps are done."""
         missing = max(1, step - steps_done(self.folder))
         self.until(lambda: steps_done(self.folder) >= step, f"step {step}", within_s=WITHIN_S * missing)
 
@@ -100,14 +104,14 @@ class Job:
         return ask(int(str(driver["http"]).rpartition(":")[2]), DriverStatus) if driver else None
 
     def generates_with(self, rollouts: int) -> bool:
-        """Return whether just so many rollouts are there, and all are ready."""
-        there = [each for each in processes(self.folder) if each["role"] == "rollout"]
+        """Return whether exactly ``rollouts`` rollouts run, and all are ready."""
+        placed = [each for each in processes(self.folder) if each["role"] == "rollout"]
         status = self.status()
         states = [each.state for each in status.rollouts] if status else []
-        return len(there) == len(states) == rollouts and all(state in ("ready", "lagging") for state in states)
+        return len(placed) == len(states) == rollouts and all(state in ("ready", "lagging") for state in states)
 
     def scale(self, rollouts: int) -> None:
-        """Ask for so many rollouts, as a person does."""
+        """Scale the job with ``asyncflow scale``, as a user does."""
         command = [sys.executable, "-m", "asyncflow", "scale", str(self.folder), f"rollout={rollouts}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
@@ -116,19 +120,22 @@ class Job:
         return {line["step"]: line for line in lines(self.folder)}
 
     def end(self) -> None:
-        """End the job in order."""
+        """End the job by SIGTERM, and wait for its end."""
         self.process.terminate()
         self.process.wait(timeout=WITHIN_S)
 
 
 def throughput(made: dict[int, dict[str, Any]], first: int, last: int) -> float:
-    """Return the response tokens a second of the steps after ``first`` up to ``last``."""
+    """Return the response tokens per second of the steps after ``first`` up to ``last``."""
     tokens = sum(int(made[step]["response_tokens"]) for step in range(first + 1, last + 1))
     return tokens / (float(made[last]["ended"]) - float(made[first]["ended"]))
 
 
 def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple[float, list[float]]:
-    """Run a job with a number of rollouts that stays; return its throughput, and that of windows to the whole's."""
+    """Run a job with a constant number of rollouts.
+
+    Return its throughput, and the throughput of each window of ``versions`` steps divided by it.
+    """
     job = Job(folder, rollouts=rollouts, most=max(2, rollouts), steps=10_000)
     job.until(lambda: job.generates_with(rollouts), f"{rollouts} rollouts")
     first = steps_done(folder) + WARM
@@ -141,19 +148,19 @@ def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple
 
 
 def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], versions: int) -> Change:
-    """Scale, and measure what comes out of it."""
+    """Scale the job, and measure the throughput afterwards."""
     asked = time.monotonic()
     job.scale(after)
     job.until(lambda: job.generates_with(after), f"{after} rollouts instead of {before}")
     settled_s = time.monotonic() - asked
-    first = steps_done(job.folder) + 2  # what is under way belongs to neither fleet, then one version
+    first = steps_done(job.folder) + 2  # the step in progress has mixed numbers of rollouts; then skip one version
     job.until_step(first + versions)
     return Change(before, after, settled_s, throughput(job.steps(), first, first + versions) / fleets[after])
 
 
 def joiners(folder: Path, published: Sequence[float]) -> list[tuple[float, int]]:
-    """Return, for each rollout that joined, the seconds from the beginning of its process to its first sample, and the
-    versions that were published between. The first rollouts of the job are left out.
+    """Return, for each rollout that joined, the seconds from the start of its process to its first sample, and the
+    number of versions published in this time. The first rollouts of the job are left out.
     """
     found = []
     for log in (folder / "logs").glob("rollout-*.log"):
@@ -171,15 +178,15 @@ def joiners(folder: Path, published: Sequence[float]) -> list[tuple[float, int]]
 
 
 def main() -> int:
-    """Measure, print, and judge; return 0 where every bar is met."""
+    """Run the benchmark and print the results; return 0 if every limit is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/elastic"))
     parser.add_argument("--changes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=int, default=2)
     parser.add_argument("--most", type=int, default=4)
-    parser.add_argument("--versions", type=int, default=2, help="versions that are measured after each change")
-    parser.add_argument("--static-steps", type=int, default=20, help="steps of each fleet that stays")
+    parser.add_argument("--versions", type=int, default=2, help="number of versions to measure after each change")
+    parser.add_argument("--static-steps", type=int, default=20, help="number of steps of each job of a constant size")
     options = parser.parse_args()
     dice, numbers = random.Random(options.seed), range(options.least, options.most + 1)
     fleets: dict[int, float] = {}
@@ -206,7 +213,7 @@ def main() -> int:
 
 
 def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trainer_attempt: int) -> int:
-    """Print the figures, and what is not as it must be; return 0 where all is."""
+    """Print the figures and the violated limits; return 0 if there are none."""
     ratios, made = [change.ratio for change in changes], job.steps()
     whole, median = statistics.fmean(ratios), statistics.median(ratios)
     joined = joiners(job.folder, [float(line["at"]) for line in made.values()])
@@ -231,7 +238,7 @@ def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trai
     if not joined or max(versions) > 1:
         problems.append(f"{sum(each > 1 for each in versions)} of {len(joined)} joiners needed more than one version")
     if trainer_attempt != 0:
-        problems.append("the trainer was started again, or did not answer")
+        problems.append("the trainer was restarted, or the driver did not answer")
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems or not audit.ok else 0

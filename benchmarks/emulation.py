@@ -1,6 +1,6 @@
-"""Runs of a manifest whose engines are simulated, each by a command of its own, and what they wrote and took.
+"""Run manifests with simulated engines, each by its own command, and read their results and resource use.
 
-Invariant: what a run is said to have done is read from its folder, and its samples from the audit of its ledger.
+Invariant: the results of a run come from its folder, and the numbers of samples from the audit of its ledger.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from asyncflow.queue.ledger.audit import audit_ledger
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """A run that has ended. steps: lines of metrics.jsonl; lost: samples that were not trained exactly once; cores: of
-    this machine that it used, where no other run was made meanwhile; load: of the machine at the end.
+    """A run that has ended. steps: lines of metrics.jsonl; lost: samples that were not trained exactly once; cores: the
+    mean number of cores that it used, valid if no other run was in progress; load: of the machine at the end.
     """
 
     steps: Sequence[dict[str, Any]]
@@ -34,7 +34,7 @@ class Emulation:
 
 
 def emulate(manifest: Path, folder: Path, settings: Sequence[str]) -> Emulation:
-    """Run ``manifest`` in ``folder``, with ``settings`` as of ``--set``. Raises CalledProcessError where it fails."""
+    """Run ``manifest`` in ``folder``, with ``settings`` as for ``--set``. Raises CalledProcessError if it fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     argv = ["-m", "asyncflow", "run", str(manifest), "--fresh", "--output", str(folder)]
     argv += [part for field in settings for part in ("--set", field)]

@@ -1,4 +1,4 @@
-"""Kills processes of a running job at random moments, then asks whether every sample was trained exactly once.
+"""Kill processes of a running job at random times, then check that every sample was trained exactly once.
 
     python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
@@ -6,11 +6,11 @@
     python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain rollout scale --set evaluation=null
     python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reward critic reference rollout trainer
 
-The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
-the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
-only rollouts are disturbed and nothing is evaluated, every token that they made is accounted for (``token_account``).
-Of a job with tasks of its own the ledger must say that each did each trained row exactly once. With ``--replay`` all
-steps are made again by engines that nobody disturbs: tokens, log-probs and weights must have the same bits.
+A seeded generator draws the victims; every role is drawn once before any role is drawn again. The checks use the audit
+of the ledger, the run's summary and, with the counting trainer, the weights in the last checkpoint. If only rollouts
+are disturbed and there is no evaluation, every generated token is accounted for (``token_account``). If the job has
+user tasks, the ledger must show that each task did each trained row exactly once. With ``--replay``, undisturbed
+engines repeat all steps; tokens, log-probs and weights must have the same bits.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.training.counting import CRITIC_COUNTS
 
 ENGINE = "engine"
-"""As a role: any process that a rollout has started, a vLLM server or its engine, say."""
+"""As a role: any child process of a rollout, for example a vLLM server or its engine."""
 DRAIN = "drain"
-"""As a role: a rollout that is told to end, as when it is evicted or scaled down."""
+"""As a role: a rollout that is ended by SIGTERM, as in an eviction or a scale-down."""
 SCALE = "scale"
-"""As a role: another number of rollouts, from the fewest to the most that the manifest allows."""
+"""As a role: a change of the number of rollouts, within the limits of the manifest."""
 ROLLOUT = "rollout"
 AS_ROLLOUT = {ENGINE, DRAIN, ROLLOUT}
 ROLES = [ROLLOUT, "storage", "controller", "trainer", "driver"]
@@ -57,7 +57,7 @@ SETTLED_S = 600.0
 
 
 def processes(folder: Path) -> list[dict[str, object]]:
-    """Return the placements that the supervisor has on record."""
+    """Return the running processes in the supervisor's record."""
     try:
         record = json.loads((folder / "run" / "processes.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -66,7 +66,7 @@ def processes(folder: Path) -> list[dict[str, object]]:
 
 
 def steps_done(folder: Path) -> int:
-    """Return the last step on record."""
+    """Return the last step in metrics.jsonl, 0 if there is none."""
     try:
         made = lines(folder)
         return int(made[-1]["step"]) if made else 0
@@ -75,7 +75,7 @@ def steps_done(folder: Path) -> int:
 
 
 def scale(folder: Path, job: RLJob, dice: random.Random) -> dict[str, object] | None:
-    """Set another number of rollouts; None while that cannot be asked for."""
+    """Set a random number of rollouts; None if the request fails."""
     rollout = job.spec.rollout
     number = dice.randint(max(1, rollout.min_replicas), rollout.max_replicas)
     command = [sys.executable, "-m", "asyncflow", "scale", str(folder), f"rollout={number}"]
@@ -84,9 +84,9 @@ def scale(folder: Path, job: RLJob, dice: random.Random) -> dict[str, object] | 
 
 
 def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed]) -> dict[str, object] | None:
-    """SIGKILL one process of ``role``, or end it by SIGTERM for a drain; None while there is none.
+    """End one process of ``role`` by SIGKILL, or by SIGTERM for a drain, and return it; None if there is none.
 
-    killed: gets what a rollout had made when it was killed.
+    killed: receives the work of a rollout at the time of its kill.
     """
     kind = ROLLOUT if role in AS_ROLLOUT else role
     alive = [entry for entry in processes(folder) if kind_of_role(str(entry["role"])) == kind]
@@ -112,7 +112,7 @@ def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed])
 
 
 def weight_errors(job: RLJob, folder: Path) -> list[str]:
-    """Compare the counting trainer's weights with the ledger: 1 exactly where it says trained, and nowhere else."""
+    """Return the samples whose count in the counting trainer's weights differs from the ledger's count."""
     counts, group = newest_counts(folder), job.spec.algorithm.group_size
     expected = np.zeros_like(counts)
     auditor = Auditor()
@@ -125,14 +125,14 @@ def weight_errors(job: RLJob, folder: Path) -> list[str]:
 
 
 def newest_counts(folder: Path, file: str = "counts.npy") -> NDArray[Any]:
-    """Return the counting trainer's weights of the newest checkpoint, or those of its critic."""
+    """Return the counting trainer's weights, or its critic's, from the newest checkpoint."""
     newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
     counts: NDArray[Any] = np.load(newest / file, allow_pickle=False)
     return counts
 
 
 def count_errors(job: RLJob, folder: Path) -> list[str]:
-    """Compare the counting trainer's weights with the ledger, and with the samples of a whole run."""
+    """Return the differences of the counting trainer's weights from the ledger, the critic and a complete run."""
     found, counts = weight_errors(job, folder), newest_counts(folder)
     if critic_role(job.spec) is not None:
         learned = newest_counts(folder, CRITIC_COUNTS)
@@ -147,7 +147,7 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
 
 
 def task_errors(job: RLJob, folder: Path) -> list[str]:
-    """Say which tasks have not done each trained row exactly once, by the ledger; of rows put since its snapshot."""
+    """Return the tasks that did not do each trained row exactly once, by the ledger, among rows after its snapshot."""
     done: dict[str, Counter[int]] = {task.name: Counter() for task in graph_of(job.spec).of(TRAIN) if task.place}
     task_of: dict[int, str] = {}
     put: set[int] = set()
@@ -172,28 +172,28 @@ def task_errors(job: RLJob, folder: Path) -> list[str]:
 
 
 def replay_errors(job: RLJob, folder: Path) -> list[str]:
-    """Make all steps again from the initial model; say where a token, a log-prob or a weight is another."""
+    """Replay all steps from the initial model; return the difference if a token, a log-prob or a weight differs."""
     command = [sys.executable, "-m", "asyncflow", "replay", str(folder), "--step", str(job.spec.algorithm.steps)]
     again = subprocess.run([*command, "-n", "0"], check=False, capture_output=True, text=True)
     print(again.stdout, end="")
     if again.returncode:
-        return [f"the steps are not the same when they are made again: {again.stdout[-200:]} {again.stderr[-400:]}"]
+        return [f"the replay differs from the run: {again.stdout[-200:]} {again.stderr[-400:]}"]
     if "from the initial model" not in again.stdout:
-        return ["not all steps were made again: a checkpoint lies between; give storage.checkpoints.every more steps"]
+        return ["not all steps were replayed, because there is a checkpoint: increase storage.checkpoints.every"]
     return []
 
 
 def main() -> int:
-    """Run the job, kill, and judge; give 0 where all is as it must be."""
+    """Run the job, kill processes and check the result; return 0 if there is no problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("manifest", type=Path)
     parser.add_argument("--output", type=Path, default=Path("runs/faults"))
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--roles", nargs="+", default=ROLES)
-    parser.add_argument("--pause", type=float, nargs=2, default=(0.5, 4.0), help="seconds between kills, from and to")
+    parser.add_argument("--pause", type=float, nargs=2, default=(0.5, 4.0), help="range of seconds between kills")
     parser.add_argument("--eval-at-least", type=float, default=None)
-    parser.add_argument("--replay", action="store_true", help="make all steps again, and compare")
+    parser.add_argument("--replay", action="store_true", help="replay all steps and compare them")
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     dice = random.Random(options.seed)

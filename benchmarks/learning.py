@@ -1,10 +1,11 @@
-"""The examples of algorithms and of the tool: that each learns its task in time, and nothing from shuffled rewards.
+"""Check that the examples of algorithms and tools learn their task in time, and learn nothing from shuffled rewards.
 
     python benchmarks/learning.py --seeds 1
     python benchmarks/learning.py --seeds 1 2 3 --only ppo tools
 
-Each example is run as it is, and with rewards that are permuted within each group. Figures are on the manifest's
-held-out prompts. Exit status 1 where an example ends below its bar, or takes too long, or its control learns.
+Each example runs unchanged, and as a control with rewards that are permuted within each group. Figures are on the
+manifest's held-out prompts. The exit status is 1 if an example ends below its limit or takes too long, or if a control
+learns.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from controls import NOISE, run
 
 SHUFFLED = ["reward.shuffle=true"]
 LEARNS = {"ppo": 0.80, "dapo": 0.80, "gspo": 0.80, "dpo": 0.80, "tools": 0.80}
-"""Least accuracy of a run at its end."""
+"""The least accuracy at the end of a run."""
 BEGINS = {"ppo": 0.40, "dapo": 0.40, "gspo": 0.40, "dpo": 0.40, "tools": 0.30}
-"""Greatest accuracy before anything was learned."""
+"""The largest accuracy at the start of a run."""
 WITHIN_S = 180.0
-"""Seconds that a run may take on two cores with nothing beside it."""
+"""The largest duration of a run, in seconds, on two otherwise idle cores."""
 
 
 def main() -> int:
-    """Run everything, print the table, and give 0 where every bar is met."""
+    """Run the examples, print the table, and return 0 if every limit is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--output", type=Path, default=Path("runs/learning"))

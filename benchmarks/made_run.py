@@ -1,4 +1,4 @@
-"""The folder of a run that never was, of any length, written by what writes a real one: recorder, journal, samples."""
+"""A generator of synthetic run folders of any length, which uses the writers of real runs: spans, journal, samples."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ spec:
   trainer: {backend: {name: counting}}
 """
 EVALUATED = 25
-"""Steps between two evaluations."""
+"""The number of steps between two evaluations."""
 
 
 class _Clock:
-    """A clock that is set."""
+    """A clock that the generator sets."""
 
     now = BEGAN
 
@@ -47,9 +47,9 @@ class _Clock:
 def make_run(
     folder: Path, *, name: str = "made", rollouts: int = 16, seconds: float = 1800.0, step_s: float = 3.6, seed: int = 1
 ) -> None:
-    """Write a run of ``seconds`` in steps of about ``step_s``, in which one rollout is killed and comes again.
+    """Write a run of ``seconds`` in steps of about ``step_s``, in which one rollout is killed and restarted.
 
-    Each rollout has about a dozen spans a step; each step has a line, and texts of eight samples.
+    Each rollout has about a dozen spans per step. Each step has a line, and the texts of eight samples.
     """
     chance, steps = random.Random(seed), round(seconds / step_s)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _write_lines(folder: Path, begins: list[float], *, step_s: float, chance: ra
 
 
 def _line(step: int, begins: list[float], *, skill: float, step_s: float, chance: random.Random) -> dict[str, object]:
-    """Return the line of a step of a run that learns: the reward rises, the entropy falls, the rest is noise."""
+    """Return the line of a step of a run that learns: the reward rises, the entropy falls, other values are noise."""
     done, noise = step / (len(begins) - 1), chance.gauss(0, 1)
     wait = step_s * chance.uniform(0.05, 0.35)
     worked = step_s - wait
@@ -113,11 +113,11 @@ def _line(step: int, begins: list[float], *, skill: float, step_s: float, chance
 
 
 def _sample(step: int, number: int, skill: float, chance: random.Random) -> SampleText:
-    asked, right = f"{chance.randrange(100000):05d}", chance.random() < skill
-    said = asked[::-1] if right else asked
+    digits, right = f"{chance.randrange(100000):05d}", chance.random() < skill
+    response = digits[::-1] if right else digits
     return SampleText(
         purpose="train", step=step, serial=16 * (step - 1) + number // 2, sample=number % 2, drawn=number < 6,
-        prompt=f"{asked}=", response=f"{said}<|end|>", answer=f'"{asked[::-1]}"', reward=float(right),
+        prompt=f"{digits}=", response=f"{response}<|end|>", answer=f'"{digits[::-1]}"', reward=float(right),
         advantage=chance.gauss(0, 1), prompt_tokens=6, response_tokens=6, version_min=max(0, step - 2),
         version_max=max(0, step - 1), finish="stop", details={"right": float(right), "form": 1.0},
     )  # fmt: skip

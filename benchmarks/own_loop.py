@@ -1,9 +1,9 @@
-"""Trains the quickstart by ``examples/own/loop.py``, which is killed halfway with all of its job, and started again.
+"""Train the quickstart with ``examples/own/loop.py``; kill the loop with its job halfway, and start it again.
 
     python benchmarks/own_loop.py
 
-It fails where the accuracy on held-out prompts stays below ``--least``, or where the ledgers say of any sample that it
-does not count exactly once in the weights that survive.
+The benchmark fails if the accuracy on held-out prompts stays below ``--least``, or if, by the ledgers, a sample is not
+counted exactly once in the final weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ QUICKSTART = ROOT / "examples/quickstart.yaml"
 
 
 def train(folder: Path, *, kill_at: int | None) -> None:
-    """Run the loop to its end, or until ``kill_at`` steps are done: then it is killed, and its job ends with it.
+    """Run the loop to its end, or kill it after ``kill_at`` steps, which also ends its job.
 
-    Raises RuntimeError where it ends in another way.
+    Raises RuntimeError if the loop ends in another way.
     """
     command = [sys.executable, str(ROOT / "examples/own/loop.py"), str(QUICKSTART), str(folder)]
     with subprocess.Popen(command) as loop:
@@ -45,13 +45,13 @@ def train(folder: Path, *, kill_at: int | None) -> None:
 
 
 def done(folder: Path) -> int:
-    """Return how many steps were made, by all attempts."""
+    """Return the number of steps done by all attempts."""
     metrics = folder / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def main() -> int:
-    """Run and report; return 0 where all is as it must be."""
+    """Run the benchmark and print the result; return 0 if all checks hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kill-at", type=int, default=33, help="steps after which the loop is killed")
     parser.add_argument("--least", type=float, default=0.95, help="accuracy that it must reach")

@@ -1,7 +1,7 @@
-"""Measure how quickly the page of a long run opens: ``make page``.
+"""Measure the loading time of the page of a long run: ``make page``.
 
-A run is made with the project's own recorder and journal, ``asyncflow ui`` serves it, and headless Chromium opens it:
-the time to the curves, and to the timeline with its causes. Bar: 3 s.
+The project's own recorder and journal write a synthetic run, ``asyncflow ui`` serves it, and headless Chromium opens
+it. Measured are the times until the curves and until the timeline with its causes are drawn; the limit is 3 s.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ BAR_S = 3.0
 
 
 def main() -> int:
-    """Measure, print, and return 1 where the bar is missed."""
+    """Run the benchmark and print the result; return 1 if the limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "made"
         begun = time.monotonic()
-        make_run(run, rollouts=given.rollouts, seconds=60 * given.minutes)
+        make_run(run, rollouts=options.rollouts, seconds=60 * options.minutes)
         size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
         print(f"made in {time.monotonic() - begun:.1f} s: {size / 1e6:.1f} MB")
         print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-        worst = max(_opened(run) for _ in range(given.repeats))
+        worst = max(_opened(run) for _ in range(options.repeats))
     print(f"slowest opening {worst:.2f} s, bar {BAR_S} s")
     return int(worst > BAR_S)
 
 
 def _opened(run: Path) -> float:
-    """Serve ``run`` anew, open its page, and return the seconds until the timeline is drawn."""
+    """Start a server for ``run``, open its page, and return the seconds until the timeline is drawn."""
     command = [sys.executable, "-m", "asyncflow", "ui", str(run)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving,
@@ -68,7 +68,7 @@ def _opened(run: Path) -> float:
 
 
 def _cpu_s() -> float:
-    """Return the CPU time of all processes that this one has begun, seconds."""
+    """Return the CPU time of all descendants of this process, in seconds."""
     children = psutil.Process().children(recursive=True)
     return sum(sum(process.cpu_times()[:2]) for process in children)
 

@@ -1,9 +1,10 @@
-"""Published set-ups in the planner: the division of the devices in each manifest, and the planner's, both simulated.
+"""Compare the division of devices in published setups with the planner's division; both are simulated.
 
-    python benchmarks/planner_setups.py [--only NAME] [--simulations N]    # exit status 1 where the planner's is worse
+    python benchmarks/planner_setups.py [--only NAME] [--simulations N]
 
-A manifest whose division does not fit the cost model is reported with the arithmetic. Lengths are those that the
-planner assumes; devices are 910B, as the papers say or as is assumed, but for those in ``DEVICES``.
+The exit status is 1 if a division of the planner is worse. A manifest whose division does not fit the cost model is
+reported with the calculation. Lengths are the planner's defaults. Devices are 910B, from the papers or by assumption,
+except for those in ``DEVICES``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ DEVICES: Mapping[str, str] = {
     "verl-fully-async": "h20",
     "mindspeed-rl-671b": str(SETUPS / "devices" / "910b-128gb.yaml"),
 }
-SAID: Mapping[str, Sequence[str]] = {
+SETTINGS: Mapping[str, Sequence[str]] = {
     "mindspeed-rl-671b": (
         "rollout.engine.options.args.tensor_parallel_size=2",
         "rollout.engine.options.args.data_parallel_size=32",
     )
 }
-"""What the runtime refuses and the planner reads: the paper's instances of 8 nodes, in vLLM's words."""
+"""Additional settings, which the planner reads but the runtime refuses: the paper's instances of 8 nodes, as vLLM's
+arguments.
+"""
 _ROUNDING = 1.001
 
 
@@ -40,8 +43,8 @@ def compared(file: Path, *, simulations: int) -> tuple[str, bool]:
     devices = load_job(file).spec.devices
     began = time.process_time()
     try:
-        said = SAID.get(file.stem, ())
-        plan = plan_of(file, said, PlanOptions(devices=devices, device=device, simulations=simulations))
+        settings = SETTINGS.get(file.stem, ())
+        plan = plan_of(file, settings, PlanOptions(devices=devices, device=device, simulations=simulations))
     except ManifestError as error:
         return f"| {file.stem} | {devices} x {Path(device).stem} | refused: {error.what} | | | | |", True
     name = f"{file.stem} | {devices} x {plan.problem.device.name}"
@@ -59,8 +62,8 @@ def compared(file: Path, *, simulations: int) -> tuple[str, bool]:
 
 
 @click.command()
-@click.option("--only", multiple=True, help="A manifest, by its name.")
-@click.option("--simulations", default=12, show_default=True, help="Most of a search.")
+@click.option("--only", multiple=True, help="The name of a manifest.")
+@click.option("--simulations", default=12, show_default=True, help="Maximum number of simulations per search.")
 def main(only: Sequence[str], simulations: int) -> None:
     """Print the table."""
     good = True

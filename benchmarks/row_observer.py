@@ -1,11 +1,11 @@
-"""Reads the ``versions`` column of every response as it comes in, and writes which versions made it.
+"""Read the ``versions`` column of every finished response during a run, and write the versions that generated it.
 
     python row_observer.py RUN_FOLDER DRIVER_ADDRESS OUTPUT
 
-It is told of finished rows by the ledger and reads their cells from the storage units, so that what it says rests
-neither on what rollouts report nor on what the trainer counts.
+The observer finds finished rows in the ledger and reads their cells from the storage units, so its result depends
+neither on reports of rollouts nor on counts of the trainer.
 
-Invariant: it only reads: it holds no lease, and the run goes on as if it were not there.
+Invariant: the observer only reads. It holds no lease and does not influence the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
 
 
 async def observe(ledger: Path, driver: str, out: TextIO) -> None:
-    """Write a line a row until the driver says stop."""
+    """Write a line for each row until the driver's directive to stop."""
     member = Member(role=VIEWER, index=0, incarnation=worker_name(VIEWER, 0, uuid.uuid4().hex))
     membership = Membership(driver=driver, member=member)
     await membership.join(_JOIN_S)

@@ -1,4 +1,4 @@
-"""Records of a run that are files of JSON lines in its folder."""
+"""Reader of the JSON lines files in a run folder."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the lines of ``file``, in order; ``metrics.jsonl`` has one for each optimizer step that was made."""
+    """Return the lines of ``file``, in order; ``metrics.jsonl`` has one per completed step."""
     return [json.loads(line) for line in (folder / file).read_text().splitlines()]

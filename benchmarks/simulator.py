@@ -1,6 +1,6 @@
-"""The time that a simulated run takes: by default 1,000 rollouts and 20 steps of 8,000 samples; bar: 60 s of one core.
+"""Measure the CPU time of a simulated run: by default 1,000 rollouts and 20 steps of 8,000 samples; limit 60 s.
 
-python benchmarks/simulator.py [--rollouts N] [--steps N] [--spans]    # exit status 1 where the bar is missed
+python benchmarks/simulator.py [--rollouts N] [--steps N] [--spans]    # exit status 1 if the limit is missed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BAR_S = 60.0
 
 
 def main() -> int:
-    """Simulate, and say how long it took."""
+    """Simulate a run, and print the time that it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)

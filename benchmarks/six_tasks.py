@@ -1,12 +1,11 @@
-"""Runs PPO with each of its six tasks where it has a place of its own, and asks the spans when which was at work.
+"""Run PPO with its six tasks in separate processes, and compute from their spans which tasks worked concurrently.
 
     python benchmarks/six_tasks.py --steps 20
 
-The tasks are those of AsyncFlow (arXiv 2507.01663), figure 1: rollout, reference, reward, the critic's values, its
-update, and that of the actor; each by the spans that its processes recorded. What is printed is for how long each was
-at work, for how long each pair was at the same time, and for how long all six. Trainer and critic are two processes
-each, so that one critic may value while the other learns. It fails where the run does, or where the six were never at
-work at the same time.
+The tasks are those in figure 1 of AsyncFlow (arXiv 2507.01663): rollout, reference, reward, the critic's values, the
+critic's update, and the actor's update. The output is the time for which each task, each pair of tasks and all six
+tasks worked, from the recorded spans. Trainer and critic are two processes each, so that one critic can compute values
+while the other learns. The benchmark fails if the run fails, or if the six tasks never worked at the same time.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "critic's update": ("critic", ("compute", "optimizer")),
     "actor's update": ("trainer", ("forward", "backward", "compute", "optimizer")),
 }
-"""Role and kinds of the spans of each task."""
+"""The role and the kinds of spans of each task."""
 Intervals = list[tuple[float, float]]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Intervals:
-    """Return the times that any of the intervals covers, in order."""
+    """Return the union of intervals, in order."""
     found: Intervals = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -56,23 +55,23 @@ def union(spans: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def together(one: Intervals, other: Intervals) -> Intervals:
-    """Return the times that both cover."""
+    """Return the intersection of two unions."""
     return union((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) < min(b, d))
 
 
 def seconds(intervals: Intervals) -> float:
-    """Return how long they are together."""
+    """Return the total length of intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
 def at_work(timeline: Timeline, role: str, kinds: tuple[str, ...]) -> Intervals:
-    """Return when any process of ``role`` did one of ``kinds``."""
+    """Return the times in which any process of ``role`` had a span of one of ``kinds``."""
     spans = (span for track in timeline.tracks if track.role == role for span in (*track.main, *track.beside))
     return union((span.begin, span.end) for span in spans if span.kind in kinds)
 
 
 def main() -> int:
-    """Run and report; return 0 where all is as it must be."""
+    """Run the benchmark and print the result; return 0 if there is no problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path, default=Path("runs/six-tasks"))

@@ -1,13 +1,13 @@
-"""The cost of recording spans: CPU time for spans of a step, over the time of a step; and memory.
+"""Measure the cost of recording spans: CPU time for the spans of a step, relative to the time of a step, and memory.
 
     python benchmarks/spans.py [RUN] [--bar 0.01]
 
-RUN is the folder of a run, by default one of the quickstart that this makes. The cost of a span is measured here, in
-CPU time: a main span and one beside, each written to a file. Spans of a step are those of the run's files, of the
-process that has most. Prints one line of JSON; exit status 1 where the share is above the bar, or memory grew.
+RUN is the folder of a run, by default a new run of the quickstart. The program measures the CPU time of a main span and
+of a span beside, each written to a file. The number of spans per step comes from the run's files, for the process with
+the highest cost. Prints one line of JSON; the exit status is 1 if the share is above the limit, or if memory grew.
 
-Invariant: what one span costs is CPU time, so other work on the machine does not count; the step is the median of the
-run, so its first steps, which load and compile, do not.
+Invariant: the cost of a span is CPU time, so other work on the machine does not matter. The time of a step is the
+median of the run, so its first steps, which load and compile, do not matter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDS = 5
 
 
 def cost_s(folder: Path) -> tuple[float, float]:
-    """Return CPU seconds of a main span and of one beside: the medians of several rounds, each with a new file."""
+    """Return the CPU seconds of a main span and of a span beside: medians of several rounds, each with a new file."""
     mains, besides = [], []
     for number in range(_ROUNDS):
         spans = Spans(folder / f"{number}{ENDING}", role="rollout")
@@ -50,7 +50,7 @@ def cost_s(folder: Path) -> tuple[float, float]:
 
 
 def growth_bytes(folder: Path) -> int:
-    """Return by how many bytes the process and its file grew over ten times what the ring takes, once it was full."""
+    """Return the growth in bytes of the process and its file while spans overwrite the full file several times."""
     spans, path = Spans(folder / f"flat{ENDING}", role="rollout", most_bytes=1 << 20), folder / f"flat{ENDING}"
 
     def fill(many: int) -> int:
@@ -63,15 +63,15 @@ def growth_bytes(folder: Path) -> int:
 
 
 def main() -> int:
-    """Measure, print, and judge."""
+    """Run the benchmark, print the result and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", nargs="?", type=Path)
     parser.add_argument("--bar", type=float, default=0.01)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        run = given.run or folder / "run"
-        if given.run is None:
+        run = options.run or folder / "run"
+        if options.run is None:
             command = [sys.executable, "-m", "asyncflow", "run", str(_EXAMPLE), "--output", str(run)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ def main() -> int:
         "grown_bytes": grown,
     }
     print(json.dumps(figures))
-    return int(costs[most] / step_s > given.bar or grown > 1 << 20)
+    return int(costs[most] / step_s > options.bar or grown > 1 << 20)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Stops one rollout in the middle of a transfer, and sees in the ledger what becomes of the rows that it holds.
+"""Stop one rollout in the middle of a transfer, and follow the rows that it holds in the ledger.
 
-Invariant: the process is continued before the run may end, whatever happens here.
+Invariant: the process is resumed in every case, before the run can end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _POLL_S = 0.1
 class Incident:
     """One stop. victim: index of the rollout; during: the version that it was receiving.
 
-    stopped, continued: unix seconds; held: rows that it had on lease; again: for those that it did not complete,
-    seconds from the stop until another rollout had them (inf: never).
+    stopped, continued: unix seconds; held: the number of rows that it had on lease; again: for each row that it did not
+    complete, the seconds from the stop until another rollout leased it (inf: never).
     """
 
     victim: int
@@ -41,7 +41,7 @@ class Incident:
 
 
 class LeaseBook:
-    """Holders of training rows on a ``rollout`` lease, and the first one after another, as the ledger says."""
+    """The current ``rollout`` lease holder of each training row, and the completed rows, from the ledger."""
 
     def __init__(self, ledger: Path) -> None:
         self.holder: dict[int, str] = {}
@@ -58,7 +58,7 @@ class LeaseBook:
                     self.holder.pop(row, None)
 
     def held_by(self, worker: str) -> set[int]:
-        """Return the rows that ``worker`` has on lease and has not completed."""
+        """Return the rows that ``worker`` holds and has not completed."""
         return {row for row, holder in self.holder.items() if holder == worker} - self.completed
 
 
@@ -74,15 +74,15 @@ async def stop_one(
 ) -> Incident | None:
     """Stop rollout ``victim``, ``delay_s`` after ``version`` was published, until version ``last`` is published.
 
-    pid: of the rollout; run: the run, which may fail meanwhile: None if it ended before the stop.
+    pid: returns the pid of the rollout; run: the task of the run. Returns None if the run ended before the stop.
     """
 
     driver = folder / "logs" / "driver-0.log"
 
-    def out(number: int) -> bool:
+    def is_published(number: int) -> bool:
         return driver.exists() and number in published(driver.read_text())
 
-    while not run.done() and not out(version):
+    while not run.done() and not is_published(version):
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(delay_s)
     if run.done():
@@ -94,7 +94,7 @@ async def stop_one(
         stopped = time.time()
         held = LeaseBook(folder / "ledger").held_by(worker)
         again: dict[int, float] = {}
-        while not run.done() and not out(last):
+        while not run.done() and not is_published(last):
             book = LeaseBook(folder / "ledger")
             for row in held - again.keys():
                 if book.holder.get(row, worker) != worker:

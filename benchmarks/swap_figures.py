@@ -1,7 +1,7 @@
-"""The figures of a delayed-update run, and the bars that they are held against. Pure but for ``Figures.read``.
+"""The figures of a delayed-update run and their limits. Pure, except for ``Figures.read``.
 
-Invariant: every figure is taken from what the run itself wrote (logs, ledger, cells read on the way,
-``metrics.jsonl``), none from what it was set up to do.
+Invariant: every figure comes from the records of the run (logs, ledger, observed cells, ``metrics.jsonl``), and none
+from its settings.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol.messages import AuditReport
 
 STALLED = 0.05
-"""Most of a transfer's seconds that an instance may have stood still because of it."""
+"""The largest share of a transfer's time for which an instance may stall because of it."""
 TRANSFER_S = (4.0, 6.5)
 NOISE = 0.1
-"""Share of a transfer by which two runs on a busy machine differ anyway."""
+"""The share of a transfer by which two runs on a busy machine may differ."""
 SAME = 0.1
-"""Share by which the mean seconds from publication to swap may differ: a sequence of a change more or less is more."""
+"""The share by which the mean seconds from publication to swap may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One line of the table. limit: "" where the figure is only told."""
+    """One line of the table. limit: "" for a figure without a limit."""
 
     what: str
     limit: str = ""
@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Records that a run wrote. changes: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
+    """The records of a run. changes: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
 
     published: dict[int, float]
     changes: list[list[VersionChange]]
@@ -72,29 +72,29 @@ class Figures:
     def all_changes(self) -> list[VersionChange]:
         """The changes of the rollouts that were never stopped."""
         victim = self.incident.victim if self.incident else None
-        return [change for index, mine in enumerate(self.changes) if index != victim for change in mine]
+        return [change for index, own in enumerate(self.changes) if index != victim for change in own]
 
     @property
     def t_gen(self) -> float:
-        """Mean seconds of generating one D_k, without the change before θ_1, in which an instance generates two."""
+        """The mean seconds of generating one D_k, without the change to θ_1, before which an instance generates two."""
         return fmean(change.since_s for change in self.all_changes if change.version > 1)
 
     @property
     def t_train(self) -> float:
-        """Mean seconds of the trainer's own work on one step."""
+        """The mean seconds of the trainer's own work on one step."""
         return fmean(line["compute_s"] + line["optimizer_s"] + line["publish_s"] for line in self.steps)
 
-    def arrivals(self, given: Sequence[VersionChange]) -> list[float]:
-        """Return the seconds from publication to staged."""
-        return [change.staged - self.published[change.version] for change in given]
+    def arrivals(self, selected: Sequence[VersionChange]) -> list[float]:
+        """Return the seconds from the publication of each version until it was staged."""
+        return [change.staged - self.published[change.version] for change in selected]
 
-    def delays(self, given: Sequence[VersionChange]) -> list[float]:
-        """Return the seconds from publication to swapped."""
-        return [change.swapped - self.published[change.version] for change in given]
+    def delays(self, selected: Sequence[VersionChange]) -> list[float]:
+        """Return the seconds from the publication of each version until the swap to it."""
+        return [change.swapped - self.published[change.version] for change in selected]
 
 
 def plain_bars(run: Figures) -> list[Bar]:
-    """Hold the undisturbed run against its bars."""
+    """Return the limits of the undisturbed run."""
     transfers = [change.transfer_s for change in run.all_changes]
     needed = run.t_train + fmean(transfers)
     expected = len(run.changes) * (run.last - 2)
@@ -127,9 +127,9 @@ def plain_bars(run: Figures) -> list[Bar]:
 
 
 def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float) -> list[Bar]:
-    """Hold the run with a stopped rollout against its bars.
+    """Return the limits of the run with a stopped rollout.
 
-    plain: the undisturbed run; fewer: one without the rollout that was stopped, whose others have as much to generate.
+    plain: the undisturbed run; fewer: a run with one rollout less, whose rollouts have the load of the others here.
     """
     incident = run.incident
     if incident is None:
@@ -178,7 +178,7 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
 
 
 def control_bars(run: Figures) -> list[Bar]:
-    """Say whether transfers that are too long to be hidden were seen to be."""
+    """Return the limits of the control, whose transfers are too long to be hidden and must cause stalls."""
     worst = max(change.stall_s / change.transfer_s for change in run.all_changes)
     return [
         Bar(
@@ -196,20 +196,20 @@ def control_bars(run: Figures) -> list[Bar]:
     ]
 
 
-def _stalls(given: Sequence[VersionChange]) -> list[Bar]:
-    worst = max(given, key=lambda change: change.stall_s / change.transfer_s)
+def _stalls(selected: Sequence[VersionChange]) -> list[Bar]:
+    worst = max(selected, key=lambda change: change.stall_s / change.transfer_s)
     share = worst.stall_s / worst.transfer_s
     return [
         Bar(
             what="stalled by receiving or swapping, worst of all transfers",
             limit=f"at most {STALLED:.0%} of it",
-            measured=f"{share:.2%} ({worst.stall_s:.3f} of {worst.transfer_s:.2f} s); mean {_mean_stall(given):.2%}",
+            measured=f"{share:.2%} ({worst.stall_s:.3f} of {worst.transfer_s:.2f} s); mean {_mean_stall(selected):.2%}",
             met=share <= STALLED,
         ),
         Bar(
             what="of a transfer without a sequence, for whatever reason",
-            measured=f"{max(change.idle_s / change.transfer_s for change in given):.2%} at worst, "
-            f"loading took {_span([change.swap_s for change in given], digits=3)} s",
+            measured=f"{max(change.idle_s / change.transfer_s for change in selected):.2%} at worst, "
+            f"loading took {_span([change.swap_s for change in selected], digits=3)} s",
         ),
     ]
 
@@ -244,8 +244,8 @@ def _exactness(run: Figures) -> list[Bar]:
     ]
 
 
-def _mean_stall(given: Sequence[VersionChange]) -> float:
-    return sum(change.stall_s for change in given) / sum(change.transfer_s for change in given)
+def _mean_stall(selected: Sequence[VersionChange]) -> float:
+    return sum(change.stall_s for change in selected) / sum(change.transfer_s for change in selected)
 
 
 def _span(values: Sequence[float], *, digits: int = 2) -> str:

@@ -1,7 +1,7 @@
-"""Records of publications, transfers and swaps in the logs of a run. Pure: text in, records out.
+"""Records of publications, transfers and swaps in the logs of a run. The functions are pure: text in, records out.
 
-Invariant: a stall belongs to the transfer of the version that it ended with; swaps back to an older version, for rows
-of a rollout that was lost, are counted to the next version that is new to the instance.
+Invariant: a stall is assigned to the version whose swap ended it. The times of swaps back to an older version, for rows
+of a lost rollout, are added to the next version that is new to the instance.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WORKER = re.compile(r"worker (\S+), pid (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class VersionChange:
-    """One version at one instance. Times in unix seconds; ``transfer_s``: seconds that its bytes took.
+    """The change of one instance to one version.
 
-    since_s: since the version before; of it ``stall_s`` without a sequence because of weights, ``idle_s`` without one
-    for whatever reason; swap_s: to load it.
+    staged, swapped: unix seconds; transfer_s, swap_s: seconds of the transfer and of loading; since_s: seconds since
+    the previous change, of which stall_s were without a running sequence because of weights, and idle_s for any reason.
     """
 
     version: int
@@ -40,7 +40,7 @@ class VersionChange:
 
 
 def published(driver_log: str) -> dict[int, float]:
-    """Return when each version was published first."""
+    """Return the time of the first publication of each version."""
     found: dict[int, float] = {}
     for at, words in _lines(driver_log):
         if match := _PUBLISHED.match(words):
@@ -49,7 +49,7 @@ def published(driver_log: str) -> dict[int, float]:
 
 
 def changes(rollout_log: str) -> list[VersionChange]:
-    """Return the changes of one instance in order; the very first load, before which there was nothing, is none."""
+    """Return the changes of one instance in order, without the first load."""
     pulls: dict[int, tuple[float, int, float]] = {}
     found: list[VersionChange] = []
     newest, carried = -1, (0.0, 0.0, 0.0)
@@ -84,7 +84,7 @@ def changes(rollout_log: str) -> list[VersionChange]:
 
 
 def worker_of(log: str) -> str:
-    """Return the worker id of the process that wrote ``log`` last."""
+    """Return the worker id of the last process that wrote to ``log``."""
     return str(_WORKER.findall(log)[-1][0])
 
 

@@ -1,4 +1,4 @@
-"""The tasks of ``tasks.yaml``: one that computes, and one that waits for others; and the reward of ``update_modes``."""
+"""The tasks of ``tasks.yaml``, one that computes and one that waits, and the reward function of ``update_modes``."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ async def ask(rows: Sequence[TaskRow], config: Mapping[str, Any]) -> list[dict[s
 
 
 def begins(response: str, answer: str) -> float:
-    """Return 1 for a response that begins with the answer, however it goes on."""
+    """Return 1 for a response that starts with the answer, and 0 otherwise."""
     return float(response.startswith(answer))

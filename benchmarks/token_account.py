@@ -1,7 +1,7 @@
-"""The account of the tokens that the rollouts of a run make: each is kept in a trained sample, or made again.
+"""An account of the tokens that the rollouts of a run generate: each is part of a trained sample, or generated again.
 
-A rollout that leaves in order logs how many it made. One that is killed is asked a moment before, also for those that
-nobody can go on from; it may lose no more than it made within one lease.
+A rollout that leaves in order logs the number of its tokens. A rollout that will be killed is queried just before, also
+for its unsaved tokens, which no other rollout can continue; it may lose at most the tokens of one lease.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from run_lines import lines
 
 MOST_AGAIN = 0.02
-"""Share of the tokens that may be made again beside those that kills cost."""
+"""The share of the tokens that may be generated again for reasons other than kills."""
 _LEFT = re.compile(r"left; (\d+) tokens were made here")
 _ASK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Killed:
-    """A rollout when it was killed. made: its tokens; unsaved: those that others make again; busy_s: it generated."""
+    """A rollout at the time of its kill.
+
+    made: its tokens; unsaved: the tokens that other rollouts must generate again; busy_s: seconds of generation.
+    """
 
     name: str
     made: int = 0
@@ -34,45 +37,48 @@ class Killed:
         return f"{self.name}, which had made {self.made} tokens in {self.busy_s:.1f} s, {self.unsaved} of them unsaved"
 
     def of_a_lease(self, lease_s: float) -> float:
-        """Return the tokens that it made in so many seconds, all of them where it lived for less."""
+        """Return the tokens that it generated in ``lease_s`` seconds, or all tokens if it generated for less time."""
         return self.made * min(1.0, lease_s / self.busy_s) if self.busy_s else float(self.made)
 
 
 def ask(name: str, http: str) -> Killed | None:
-    """Ask a rollout at ``http`` how far it is; one that does not serve yet has made nothing. None: it does not say."""
+    """Return the counters of the rollout at ``http``, 0 if it does not serve yet; None if it does not answer."""
     try:
         with urllib.request.urlopen(f"{http}/metrics", timeout=_ASK_S) as answer:
             text = answer.read().decode()
     except OSError as error:
         refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
         return Killed(name=name) if refused else None
-    said = {
+    values = {
         (sample.name.removeprefix("asyncflow_rollout_"), sample.labels.get("cause", "")): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
     return Killed(
         name=name,
-        made=int(said["tokens_generated_total", ""]),
-        unsaved=int(said["unsaved_tokens", ""]),
-        busy_s=said.get(("busy_seconds_total", "generate"), 0.0),
+        made=int(values["tokens_generated_total", ""]),
+        unsaved=int(values["unsaved_tokens", ""]),
+        busy_s=values.get(("busy_seconds_total", "generate"), 0.0),
     )
 
 
 def made_in_order(folder: Path) -> int:
-    """Return the tokens of rollouts that left in order, as they logged them."""
+    """Return the number of tokens of rollouts that left in order, from their logs."""
     logs = "".join(log.read_text() for log in (folder / "logs").glob("rollout-*.log"))
     return sum(map(int, _LEFT.findall(logs)))
 
 
 def kept(folder: Path) -> int:
-    """Return the tokens of the samples that were trained, each step as it was made last."""
+    """Return the number of tokens in trained samples, by the last execution of each step."""
     return sum({line["step"]: int(line["response_tokens"]) for line in lines(folder)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The account of one run. in_order: tokens of rollouts that left so; killed: the others; kept: in samples."""
+    """The account of one run.
+
+    in_order: tokens of rollouts that left in order; killed: the killed rollouts; kept: tokens in trained samples.
+    """
 
     in_order: int
     killed: Sequence[Killed]
@@ -81,17 +87,17 @@ class Account:
 
     @property
     def made(self) -> int:
-        """All tokens."""
+        """The number of all generated tokens."""
         return self.in_order + sum(each.made for each in self.killed)
 
     @property
     def unsaved(self) -> int:
-        """Tokens that kills cost."""
+        """The number of tokens that were lost by kills."""
         return sum(each.unsaved for each in self.killed)
 
     @property
     def others(self) -> int:
-        """Tokens that were made again although nobody was killed who had them."""
+        """The number of tokens that were generated again for reasons other than kills."""
         return self.made - self.kept - self.unsaved
 
     def __str__(self) -> str:
@@ -102,7 +108,7 @@ class Account:
         return f"tokens made {self.made}, kept {self.kept}, made again {again}: {kills}; everything else {others}"
 
     def problems(self) -> list[str]:
-        """Return what is not as it should be."""
+        """Return the violated limits."""
         found = [
             f"{each.name} lost {each.unsaved} tokens, and made {each.of_a_lease(self.lease_s):.0f} within a lease"
             for each in self.killed

@@ -1,15 +1,15 @@
-"""Cost of each way to update weights behind a slow link: sync, delayed and staggered, each also behind a fast one.
+"""Measure the cost of each update mode behind a slow link: sync, delayed and staggered, each also behind a fast link.
 
     sudo python benchmarks/update_modes.py [--engine simulated|transformers|vllm] [--modes sync delayed staggered]
 
 The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
-seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel:
-it is made wider, to 6 MB, so that rows take little of a link that has time for a version, and does not know when to
-end, so that a step takes longer than a transfer. Its engines have more slots than a group has samples, so that the next
-group is claimed while one runs: behind weights the way to the queue and back takes longer.
-``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
+seconds. With ``transformers`` and ``vllm``, a tiny model really generates and learns, and its own weights are
+transferred. The model is widened to 6 MB, so that rows need only a small share of a link's bandwidth, and it never ends
+a response, so that a step takes longer than a transfer. Its engines have more slots than a group has samples, so that
+the next group is claimed while one runs, since calls to the queue are slower during a transfer. ``staggered`` runs once
+more with a rollout that is stopped from the middle of a transfer to the end.
 
-Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
+Prints a table. The exit status is 1 if a limit is missed, and 2 if this machine cannot create the network.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from asyncflow.models.tiny import PAD
 
 TINY = "tiny://reverse-digits"
 FAST_S = 0.02
-"""Seconds that a transfer takes where the link is not what is measured."""
+"""Seconds of a transfer over the fast link."""
 MODES = {
     "sync": ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"],
     "delayed": [],
     "staggered": ["schedule.update=staggered", "schedule.swapAt=sequence", "schedule.stalenessThreshold=0.5"],
 }
 WIDE = 4096
-"""Columns of the tiny model's feed-forward layers."""
+"""The width of the tiny model's feed-forward layers."""
 LEARNING = {
     "model": [
         "rollout.replicas=2",
@@ -69,18 +69,18 @@ ENGINES = {
     ],
 }
 EXPOSED_S = 0.1
-"""Most seconds of an update in which an instance makes nothing because of it."""
+"""The largest accepted time for which an instance generates nothing because of an update, in seconds."""
 SLOWER = 1.05
 NEAR_TRANSFER = 0.95
-"""Share of a transfer by which a synchronous step is longer at least: two runs on a busy machine differ a little."""
+"""The least share of a transfer by which a synchronous step must be longer; runs on a busy machine vary a little."""
 NEAR = 0.05
-"""By how much the mean lag may differ from 1 - f."""
+"""The largest accepted difference between the mean lag and 1 - f."""
 
 
 def wide_model(folder: Path) -> Path:
-    """Write the tiny model with wider feed-forward layers, which compute the same until it is trained.
+    """Write the tiny model with wider feed-forward layers, which compute the same until the model is trained.
 
-    What ends a response is the token for padding, which it never chooses.
+    The token that ends a response is the padding token, which the model never generates.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,23 +108,23 @@ def wide_model(folder: Path) -> Path:
 
 
 def cycle(figures: Figures) -> float:
-    """Return the mean seconds from step to step, without the first two, before which there is nothing to overlap."""
+    """Return the mean seconds of a step, without the first two steps, which have nothing to overlap with."""
     return fmean(line["wall_s"] for line in figures.steps if line["step"] > 2)
 
 
 def fresh_share(figures: Figures) -> float:
-    """Return f: of the responses of D_k, k > 2, the share whose oldest token is of θ_{k-1}, by their cells."""
+    """Return f: the share of the responses of D_k, k > 2, whose oldest token is of θ_{k-1}, from their cells."""
     rows = [row for row in figures.rows if "versions" in row and row["step"] > 2]
     return fmean(min(row["versions"]) == row["step"] - 1 for row in rows)
 
 
 def mean_lag(figures: Figures) -> float:
-    """Return the mean staleness of the oldest token in the steps after the second, as the trainer counted it."""
+    """Return the mean staleness of the oldest token in the steps after the second, from the trainer's figures."""
     return fmean(line["staleness_start_mean"] for line in figures.steps if line["step"] > 2)
 
 
 def exactly_once(name: str, figures: Figures) -> Bar:
-    """Return the audit of a run as a bar."""
+    """Return the audit of a run as a limit."""
     audit = figures.audit
     return Bar(
         what=f"{name}: trained; lost; duplicated",
@@ -135,7 +135,7 @@ def exactly_once(name: str, figures: Figures) -> Bar:
 
 
 def sync_bars(slow: Figures, fast: Figures) -> list[Bar]:
-    """Hold ``sync`` against what it has to wait for."""
+    """Return the limits of ``sync``, which must wait for each transfer."""
     transfer = fmean(change.transfer_s for change in slow.all_changes)
     waited = cycle(slow) - cycle(fast)
     return [
@@ -151,7 +151,7 @@ def sync_bars(slow: Figures, fast: Figures) -> list[Bar]:
 
 
 def hidden_bars(name: str, slow: Figures, fast: Figures) -> list[Bar]:
-    """Hold a mode that receives while it generates against its bars; fast: the same mode behind the fast link."""
+    """Return the limits of a mode that receives during generation. fast: the same mode behind the fast link."""
     exposed = fmean(change.stall_s for change in slow.all_changes)
     transfer = fmean(change.transfer_s for change in slow.all_changes)
     return [
@@ -176,7 +176,7 @@ def hidden_bars(name: str, slow: Figures, fast: Figures) -> list[Bar]:
 
 
 def staggered_bars(name: str, figures: Figures) -> list[Bar]:
-    """Hold the lag of a staggered run against what its responses were made by."""
+    """Return the limits of a staggered run: its lag must agree with the versions of its responses."""
     lag, fresh = mean_lag(figures), fresh_share(figures)
     most = max(line["staleness_start_max"] for line in figures.steps)
     return [
@@ -191,7 +191,7 @@ def staggered_bars(name: str, figures: Figures) -> list[Bar]:
 
 
 def stopped_bars(figures: Figures, usual: Figures) -> list[Bar]:
-    """Hold a staggered run with a stopped rollout against the undisturbed one."""
+    """Return the limits of a staggered run with a stopped rollout. usual: the undisturbed run."""
     incident = figures.incident
     if incident is None:
         return [Bar(what="one rollout was stopped", limit="yes", measured="no", met=False)]
@@ -221,11 +221,11 @@ def stopped_bars(figures: Figures, usual: Figures) -> list[Bar]:
 
 
 def main() -> int:
-    """Make the runs and judge them."""
+    """Carry out the runs and check their limits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=list(ENGINES), default="simulated")
     parser.add_argument("--output", type=Path, default=Path("runs/update-modes"))
-    parser.add_argument("--transfer", type=float, default=5.0, help="seconds that one version takes on a slow link")
+    parser.add_argument("--transfer", type=float, default=5.0, help="seconds of a transfer on the slow link")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--set", nargs="+", metavar="FIELD=VALUE", default=[], help="fields of spec, in all runs")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""verl's table of ``staleness_threshold``, emulated: real driver, queue, weights and 17 processes; simulated engines.
+"""Emulate verl's table of ``staleness_threshold`` with real driver, queue, weights and 17 processes; simulated engines.
 
-    python benchmarks/verl_rows.py            # the four rows; exit status 1 where a bar is missed
-    python benchmarks/verl_rows.py --fit      # fit the manifest to the rows of 0 and 0.1 by simulation, offline
-    python benchmarks/verl_rows.py --model    # what the simulator says, also of size and of what was given
+    python benchmarks/verl_rows.py            # the four rows; exit status 1 if a limit is missed
+    python benchmarks/verl_rows.py --fit      # fit the manifest to the rows 0 and 0.1 with the simulator
+    python benchmarks/verl_rows.py --model    # only simulate, also with other sizes and parameters
 
-What is given and what is fitted is said in the manifest, ``verl_rows.yaml``. The trainer takes the time that the table
-says of the trainer of each row, ``step`` less ``gen``; how long it waits is what is emulated. Nothing was fitted to the
-rows of 0.3 and 0.5.
+The manifest, ``verl_rows.yaml``, states which parameters are given and which are fitted. The time of the trainer comes
+from the table, ``step`` minus ``gen`` of each row; its waiting time is the result of the emulation. No parameter is
+fitted to the rows 0.3 and 0.5.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from asyncflow.sim import TrainerModel, engine_model, scenario_of, simulate
 
 HERE = Path(__file__).parent
 WITHOUT = 2
-"""Cycles at the beginning that do not count; the last one, which no other overlaps, does not either."""
+"""The number of cycles at the start that are not counted. The last cycle, which no other overlaps, is not counted."""
 FITTED = {"tokens": 100.0, "share_s": 0.0015}
-"""Options that are fitted, with where the search begins."""
+"""The fitted options, with the start values of the search."""
 
 CHOSEN = (("sigma", 0.8), ("sigma", 1.2), ("token_s", 0.048), ("token_s", 0.08), ("rho", 0.2))
-"""Other values of what was chosen before the fit."""
+"""Other values of parameters that were chosen before the fit."""
 
 
 class Row(NamedTuple):
-    """A row of verl's table, in seconds of a cycle. bar: most relative error, None where it was fitted to."""
+    """A row of verl's table, in seconds of a cycle. bar: the largest accepted relative error, None for a fitted row."""
 
     threshold: float
     step: float
@@ -50,24 +50,24 @@ ROWS = (Row(0.0, 231.34, 128.47), Row(0.1, 171.30, 58.17), Row(0.3, 146.11, 38.8
 
 
 class Cycle(NamedTuple):
-    """Mean seconds from publication to publication, and those in which the trainer waited."""
+    """The mean seconds between publications, and the seconds of them in which the trainer waited."""
 
     seconds: float
     waited: float
 
 
 def predicted(manifest: Path, row: Row, *, size: int = 1, **options: float) -> Cycle:
-    """Return what the simulator says of a row, in verl's seconds.
+    """Return the simulated cycle of a row, in verl's seconds.
 
-    size: times that of the manifest; options: of the engine, instead of the manifest's.
+    size: a factor of the manifest's size; options: engine options that replace the manifest's.
     """
     job = load_job(manifest, [f"schedule.stalenessThreshold={row.threshold}"])
     spec, scenario = job.spec, scenario_of(job)
-    given = {**spec.rollout.engine.options, **options, "time_scale": 1.0}
-    shared = {name: float(str(given[name])) / size for name in ("share_s", "recompute_s")}
+    merged = {**spec.rollout.engine.options, **options, "time_scale": 1.0}
+    shared = {name: float(str(merged[name])) / size for name in ("share_s", "recompute_s")}
     models = msgspec.structs.replace(
         scenario.models,
-        engine=engine_model(given | shared, slots=size * spec.rollout.engine.slots),
+        engine=engine_model(merged | shared, slots=size * spec.rollout.engine.slots),
         trainer=TrainerModel(slot_s=(row.step - row.gen) / spec.schedule.sync_every),
     )
     inflight = size * (spec.schedule.max_inflight or 1)
@@ -84,12 +84,12 @@ def predicted(manifest: Path, row: Row, *, size: int = 1, **options: float) -> C
 
 
 def usual(manifest: Path, row: Row, *, size: int = 1, **options: float) -> float:
-    """Return the seconds of a cycle that are to be expected of an emulation, which has the same responses."""
+    """Return the expected seconds of a cycle in an emulation, which has the same responses."""
     return predicted(manifest, row, size=size, **options).seconds
 
 
 def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
-    """Return values at which ``miss`` is small: each is changed in turn by a factor, which comes closer to 1."""
+    """Return values for which ``miss`` is small, by a search that scales one value at a time by decreasing factors."""
     best, least, factor = dict(start), miss(start), 1.3
     while factor > 1.01:
         tried = [best | {name: best[name] * by} for name in best for by in (factor, 1 / factor)]
@@ -101,18 +101,18 @@ def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> d
     return best
 
 
-def fitted(manifest: Path, **given: float) -> dict[str, float]:
-    """Return what fits the first two rows best, by the squares of their relative errors. given: other options."""
+def fitted(manifest: Path, **fixed: float) -> dict[str, float]:
+    """Return the options with the least squared relative errors of the first two rows. fixed: other options."""
 
     def miss(options: dict[str, float]) -> float:
-        found = [(row.step, usual(manifest, row, **given, **options)) for row in ROWS if row.bar is None]
+        found = [(row.step, usual(manifest, row, **fixed, **options)) for row in ROWS if row.bar is None]
         return sum((seconds / step - 1) ** 2 for step, seconds in found)
 
     return fit(miss, FITTED)
 
 
 def fit_manifest(manifest: Path) -> None:
-    """Write what fits best into the manifest."""
+    """Write the fitted options into the manifest."""
     text = manifest.read_text()
     for name, value in fitted(manifest).items():
         text, count = re.subn(rf"\b{name}: [0-9.e-]+", f"{name}: {value:.4g}", text)
@@ -121,13 +121,13 @@ def fit_manifest(manifest: Path) -> None:
 
 
 def say(what: str, seconds: list[float]) -> None:
-    """Print what a way of predicting says of all rows."""
+    """Print the predictions of all rows with their errors."""
     errors = "  ".join(f"{found:6.1f} {found / row.step - 1:+6.1%}" for row, found in zip(ROWS, seconds, strict=True))
     print(f"{what:44} {errors}", flush=True)
 
 
 def show_model(manifest: Path) -> None:
-    """Print the simulated rows, and how far they depend on what was chosen."""
+    """Print the simulated rows, also with other sizes and parameters."""
     say("published", [row.step for row in ROWS])
     say("the manifest", [usual(manifest, row) for row in ROWS])
     say("four times its size, which is verl's", [usual(manifest, row, size=4) for row in ROWS])
@@ -143,13 +143,13 @@ def show_model(manifest: Path) -> None:
     say("the trainer of the first two rows in all", [usual(manifest, row) for row in same])
     for name, value in CHOSEN:
         again = fitted(manifest, **{name: value})
-        say(f"{name} {value:g}, fitted anew", [usual(manifest, row, **{name: value}, **again) for row in ROWS])
+        say(f"{name} {value:g}, fitted again", [usual(manifest, row, **{name: value}, **again) for row in ROWS])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
-    """A run. seconds, waited: of a cycle, in verl's time; lag: mean, in steps; cores: of this machine; lost: samples
-    that were not trained once.
+    """A run. seconds, waited: of a cycle, in verl's time; lag: mean, in steps; cores: used cores of this machine; lost:
+    samples that were not trained exactly once.
     """
 
     seconds: float
@@ -160,7 +160,7 @@ class Emulated:
 
 
 def emulate(manifest: Path, row: Row, folder: Path, settings: list[str], *, beside_s: float) -> Emulated:
-    """Make a run of a row; beside_s: what a step of the real trainer takes beside its sleep."""
+    """Carry out a run of a row. beside_s: the time of a step of the real trainer in addition to its sleep."""
     spec = load_job(manifest, settings).spec
     scale = float(str(spec.rollout.engine.options["time_scale"]))
     step_s = scale * (row.step - row.gen) / spec.schedule.sync_every - beside_s
@@ -178,15 +178,15 @@ def emulate(manifest: Path, row: Row, folder: Path, settings: list[str], *, besi
 
 
 def main() -> int:
-    """Fit, or show the model, or make the runs and judge them."""
+    """Fit the manifest, or print the simulation, or carry out the runs and check their limits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--manifest", type=Path, default=HERE / "verl_rows.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/verl-rows"))
-    parser.add_argument("--set", action="append", default=[], help="as of asyncflow run, for all rows")
+    parser.add_argument("--set", action="append", default=[], help="as for asyncflow run, for all rows")
     parser.add_argument("--thresholds", nargs="+", type=float, default=[row.threshold for row in ROWS], metavar="TAU")
     parser.add_argument("--beside", type=float, default=0.08, help="seconds of a step that the trainer does not sleep")
-    parser.add_argument("--fit", action="store_true", help="only write what fits the first two rows into the manifest")
-    parser.add_argument("--model", action="store_true", help="only say what the simulator says")
+    parser.add_argument("--fit", action="store_true", help="only fit the manifest to the first two rows")
+    parser.add_argument("--model", action="store_true", help="only print the simulator's predictions")
     options = parser.parse_args()
     if options.fit:
         fit_manifest(options.manifest)

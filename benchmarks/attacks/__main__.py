@@ -1,11 +1,11 @@
-"""Attacks what must never lose a row, or a run: each attack again and again, with other seeds.
+"""Attack queues and jobs, which must never lose a row or a run; each attack is repeated with other seeds.
 
     python benchmarks/attacks --seeds 1 20                      # all of them
     python benchmarks/attacks full-disk only-read --seeds 1 5
     make attacks SEEDS="1 20"
 
-An attack has failed when no row is lost, none comes twice, and the run goes on, or says in one sentence why not. Prints
-a line for each that was done, and a table; ends with status 1 where one succeeded. Needs a C compiler.
+A queue or job survives an attack if no row is lost or duplicated, and the run continues or reports in one sentence why
+it cannot. Prints a line for each attack, and a table; the exit status is 1 if an attack did harm. Needs a C compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shim import Shim, build
 
 
 def attack(name: str, seed: int, folder: Path, made: Path) -> tuple[str, str]:
-    """Do one attack; return what was done, and the harm that it did, nothing if it failed."""
+    """Carry out one attack; return a description of its actions and of its harm, "" for no harm."""
     shim, dice = Shim(made, folder), random.Random(f"{name} {seed}")
     if name in on_queues.ATTACKS:
         try:
@@ -45,12 +45,12 @@ def attack(name: str, seed: int, folder: Path, made: Path) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Do the attacks that were asked for."""
+    """Carry out the attacks that the command line names."""
     names = [*on_queues.ATTACKS, *on_jobs.ATTACKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"of {', '.join(names)}; all by default")
+    parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"one of {', '.join(names)}; all by default")
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 20), metavar=("FIRST", "LAST"))
-    parser.add_argument("--keep", type=Path, help="keep the folders of attacks that succeeded here")
+    parser.add_argument("--keep", type=Path, help="keep the folders of harmful attacks here")
     options = parser.parse_args()
     if unknown := set(options.attacks) - set(names):
         parser.error(f"there is no attack {', '.join(sorted(unknown))}; there are {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Rows that flow through an open partition while something is done to the queue, and whether each came out once."""
+"""Producers and consumers that move rows through an open partition during an attack, and check each row's delivery."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PARTITION, TASK = "flow", "count"
 _CALL_S = 60.0
 _FLOW_S = 300.0
 _QUIET_S = 6.0
-"""Seconds for which claims must have found nothing, two leases long, before all rows are out."""
+"""Seconds without a ready row after which all rows have been consumed: two leases."""
 
 
 class Flow:
-    """Producers and consumers of one queue, each with the client that ``connect`` makes for it."""
+    """Producers and consumers of one queue. connect: creates a client for each of them."""
 
     def __init__(self, connect: Callable[[], BlockingQueue]) -> None:
         self._connect = connect
@@ -34,7 +34,7 @@ class Flow:
         self.errors: Counter[str] = Counter()
 
     def run(self, meanwhile: Callable[[], None], *, producers: int = 2, consumers: int = 2) -> None:
-        """Move rows while ``meanwhile`` goes on, then until all are out. Raises Harmed unless each is out once."""
+        """Move rows while ``meanwhile`` runs and until all are consumed. Raises Harmed unless each is consumed once."""
         self.partition().declare(TASK, needs=["n"], lease_s=3.0)
         with ThreadPoolExecutor(producers + consumers) as threads:
             made = [threads.submit(self._produce, 1_000_000 * (1 + number)) for number in range(producers)]
@@ -53,7 +53,7 @@ class Flow:
         self._judge()
 
     def partition(self) -> BlockingPartition:
-        """Return the partition as a client of its own sees it."""
+        """Return the partition, with a client of its own."""
         return BlockingPartition(self._connect(), PARTITION)
 
     def _produce(self, first: int) -> None:

@@ -1,4 +1,4 @@
-"""A job with the counting trainer in real processes: begun, hit, ended in whatever way, resumed and judged."""
+"""A job with the counting trainer in real processes, which attacks start, disturb, end, resume and check."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ENDS_S = 200.0
 
 
 class Harmed(Exception):
-    """An attack has done harm: something is not as it must be."""
+    """An attack did harm: a check failed."""
 
 
 class Job:
-    """One run folder below ``folder``, and the supervisor that works there."""
+    """One run folder below ``folder``, and its supervisor."""
 
     def __init__(self, folder: Path, dice: random.Random, *, env: Mapping[str, str] | None = None) -> None:
         self.folder = folder / "run"
@@ -58,11 +58,11 @@ class Job:
 
     @property
     def said(self) -> list[str]:
-        """The lines of the newest supervisor."""
+        """The output lines of the latest supervisor."""
         return self._log.read_text(errors="replace").splitlines()
 
     def steps_done(self) -> int:
-        """Return the steps that have a line."""
+        """Return the number of steps with a line in metrics.jsonl."""
         try:
             return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
         except OSError:
@@ -74,7 +74,7 @@ class Job:
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
     def wait_until(self, reached: Callable[[], bool], what: str, *, within_s: float = 90.0) -> None:
-        """Wait; raises Harmed where the run ends, or the time is over, before that."""
+        """Wait until ``reached``. Raises Harmed if the run or the time ends first."""
         deadline = time.monotonic() + within_s
         while not reached():
             if self.process is None or self.process.poll() is not None:
@@ -84,13 +84,13 @@ class Job:
             time.sleep(0.02)
 
     def wait_for_step(self, first: int, last: int) -> None:
-        """Wait until a step between these two is done, drawn by the dice, and a moment longer."""
+        """Wait until a random step between these two is done, and up to 0.3 s longer."""
         step = self.dice.randint(first, last)
         self.wait_until(lambda: self.steps_done() >= step, f"step {step}")
         time.sleep(self.dice.uniform(0.0, 0.3))
 
     def pids(self, role: str) -> list[int]:
-        """Return the pids of a role, as the supervisor has them on record."""
+        """Return the pids of a role, from the supervisor's record."""
         try:
             record = json.loads((self.folder / "run" / "processes.json").read_text())
         except (OSError, ValueError):
@@ -105,7 +105,7 @@ class Job:
                 self.done.append(f"killed a {role}")
 
     def kill_tree(self) -> None:
-        """Kill the supervisor, with which all roles end."""
+        """Kill the supervisor, and wait until all roles have ended too. Raises Harmed if they do not."""
         assert self.process is not None
         roles = [pid for role in ROLES for pid in self.pids(role)]
         self.process.kill()
@@ -117,7 +117,7 @@ class Job:
             time.sleep(0.02)
 
     def interrupt(self) -> None:
-        """End the run in order."""
+        """End the run by SIGINT, and wait for its end."""
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
         self.wait()
@@ -132,14 +132,14 @@ class Job:
             raise Harmed(f"the run hangs: {self.said[-3:]}") from None
 
     def succeed(self) -> None:
-        """Wait for the end, and judge; raises Harmed unless every sample counts once."""
+        """Wait for the end and check the result. Raises Harmed unless the run trained every sample once."""
         if status := self.wait():
             raise Harmed(f"the run ended with status {status}: {self.said[-1:]}")
         self.judge(self.folder)
 
     @staticmethod
     def judge(folder: Path) -> None:
-        """Compare the ledger and the weights of the last checkpoint with what was dispatched."""
+        """Compare the ledger and the weights of the last checkpoint with the dispatched samples. Raises Harmed."""
         samples = STEPS * GROUPS * SIZE
         report = audit_ledgers(folder / "ledger")
         found = (report.dispatched, report.trained, report.lost, report.duplicated)
@@ -151,14 +151,14 @@ class Job:
             raise Harmed(f"{np.count_nonzero(counts[:samples] != 1)} samples do not count once in the weights")
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """End the run if it is still running."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(_ENDS_S)
 
 
 def reason_of(said: Sequence[str]) -> str:
-    """Return the one sentence with which a run ended that says that it cannot go on; empty where it says none."""
+    """Return the last output line if it is an error that explains the end of the run, "" otherwise."""
     errors = [line for line in said if re.match(r"error: ", line)]
     return errors[-1] if errors and said[-1] == errors[-1] else ""
 

@@ -1,4 +1,4 @@
-"""Attacks on whole jobs. Each has a job and a shim, does what its dice say, and raises Harmed where it succeeded."""
+"""Attacks on whole jobs. Each gets a job and a shim, disturbs the job at random, and raises Harmed if it did harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ_BY_PEOPLE = ("metrics.jsonl", "events.jsonl", "lives.json", "rewards.json",
 
 
 def damaged_files(job: Job, _shim: Shim) -> None:
-    """27a: files that people read, and the supervisor's record, are damaged between two lives."""
+    """Damage files for users, and the supervisor's record, between two starts."""
     job.start()
     job.wait_for_step(3, 12)
     if job.dice.random() < 0.5:
@@ -63,7 +63,7 @@ def _damage(job: Job, file: Path) -> str:
 
 
 def set_clock(job: Job, shim: Shim) -> None:
-    """27b: the system clock is set back and forth, and roles begin meanwhile."""
+    """Set the system clock back and forth, and restart roles meanwhile."""
     job.start()
     ahead = 0
     for step in (2, 6, 10):
@@ -77,7 +77,7 @@ def set_clock(job: Job, shim: Shim) -> None:
 
 
 def power_cut(job: Job, shim: Shim) -> None:
-    """27c: the power is cut, with the ledger's default class, after a checkpoint or before the first."""
+    """Cut the power, with the default ``ledger.sync``, after a checkpoint or before the first one."""
     job.start()
     if job.dice.random() < 0.8:
         job.wait_until(lambda: bool(job.checkpoints()), "a checkpoint")
@@ -93,11 +93,11 @@ def power_cut(job: Job, shim: Shim) -> None:
     job.succeed()
     begun = (job.folder / "logs" / "trainer-0.log").read_text()
     if had and f"starts at step {had[-1]}" not in begun:
-        raise Harmed(f"training did not go on at the checkpoint of step {had[-1]}")
+        raise Harmed(f"training did not resume at the checkpoint of step {had[-1]}")
 
 
 def failing_checkpoint(job: Job, shim: Shim) -> None:
-    """27d: the disk of the checkpoints fails again and again while they are written."""
+    """Make the disk of the checkpoints fail repeatedly while they are written."""
     job.start("storage.checkpoints.every=1")
     for _ in range(4):
         job.wait_for_step(1, 3)
@@ -107,7 +107,7 @@ def failing_checkpoint(job: Job, shim: Shim) -> None:
 
 
 def full_disk(job: Job, shim: Shim) -> None:
-    """28: the disk is full, or gives errors, for 0.3 s, and a role dies meanwhile."""
+    """Make the disk full, or return errors, for 0.3 to 0.5 s, and kill a role meanwhile."""
     job.start()
     for step in (2, 5, 8):
         job.wait_until(lambda step=step: job.steps_done() >= step, f"step {step}")
@@ -122,7 +122,7 @@ def full_disk(job: Job, shim: Shim) -> None:
 
 
 def only_read(job: Job, shim: Shim) -> None:
-    """28: the file system can only be read any more: the run ends in order, with a sentence, and is resumed later."""
+    """Make the file system read-only. The run must end with one sentence as the reason, and can be resumed."""
     job.start()
     job.wait_for_step(2, 12)
     shim.fail(errno.EROFS, str(job.folder))
@@ -138,7 +138,7 @@ def only_read(job: Job, shim: Shim) -> None:
 
 
 def killed_tree(job: Job, _shim: Shim) -> None:
-    """Survived: the whole tree is killed, again and again."""
+    """Kill the whole process tree repeatedly."""
     job.start()
     for life in range(3):
         job.wait_until(lambda life=life: job.steps_done() >= 3 * life + 1, f"step {3 * life + 1}")
@@ -152,7 +152,7 @@ def killed_tree(job: Job, _shim: Shim) -> None:
 
 
 def suspended_tree(job: Job, _shim: Shim) -> None:
-    """Survived: the whole tree stands still for longer than a lease, and goes on."""
+    """Stop the whole process tree for longer than a lease, and resume it."""
     job.start("rollout.leaseSeconds=2")
     job.wait_for_step(2, 10)
     assert job.process is not None
@@ -170,7 +170,7 @@ def suspended_tree(job: Job, _shim: Shim) -> None:
 
 
 def fewer_units(job: Job, _shim: Shim) -> None:
-    """29: a job is resumed with another number of storage units, and goes on within seconds."""
+    """Resume a job with another number of storage units. It must make its next step within seconds."""
     job.start("transferQueue.storageUnits=3")
     job.wait_for_step(2, STEPS - 4)
     job.kill_tree()
@@ -182,7 +182,7 @@ def fewer_units(job: Job, _shim: Shim) -> None:
     job.wait_until(lambda: job.steps_done() > before, "the next step")
     job.done.append(f"3 units, then {units}: the next step after {time.monotonic() - began:.1f} s")
     if time.monotonic() - began > 20:
-        raise Harmed("the job stood still")
+        raise Harmed("the job made no step for more than 20 s")
     job.succeed()
 
 

@@ -1,4 +1,4 @@
-"""Attacks on queues alone. Each has a folder, dice and a shim, and raises Harmed where it succeeded."""
+"""Attacks on stand-alone queues. Each receives a folder, dice and a shim, and raises Harmed if it did harm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CLIENTS = 200_000
 
 
 class Pair:
-    """A controller, which a shim attacks, and a unit, in processes of their own."""
+    """A controller, which a shim attacks, and a unit, each in its own process."""
 
     def __init__(self, folder: Path, shim: Shim | None = None) -> None:
         self.folder = folder
@@ -59,27 +59,27 @@ class Pair:
         self.ready("unit")
 
     def start_controller(self) -> None:
-        """Start it, again where it has ended."""
+        """Start the controller, or restart it."""
         self.restarts += 1
         self.controller = self._start("controller", self._shim)
 
     @contextlib.contextmanager
     def kept_up(self) -> Iterator[None]:
-        """Start the controller again whenever it has ended, for as long as the context lasts."""
-        over = threading.Event()
+        """Restart the controller whenever it has ended, until the context ends."""
+        stop = threading.Event()
 
-        def keep() -> None:
-            while not over.wait(0.1):
+        def restart() -> None:
+            while not stop.wait(0.1):
                 if self.controller.poll() is not None:
                     self.start_controller()
 
-        keeper = threading.Thread(target=keep)
-        keeper.start()
+        restarter = threading.Thread(target=restart)
+        restarter.start()
         try:
             yield
         finally:
-            over.set()
-            keeper.join()
+            stop.set()
+            restarter.join()
 
     def connect(self) -> BlockingQueue:
         return connect(address_in(self.folder / "controller"), address_in(self.folder / "unit"))
@@ -97,7 +97,7 @@ class Pair:
             )
 
     def ready(self, role: str) -> None:
-        """Wait until a process has said where it is."""
+        """Wait until a process has written its address."""
         deadline = time.monotonic() + 60
         while not (self.folder / role).exists():
             if time.monotonic() > deadline:
@@ -106,7 +106,7 @@ class Pair:
 
 
 def connect(controller: Callable[[], str | None], unit: Callable[[], str | None]) -> BlockingQueue:
-    """Make a client of a controller and a unit by their addresses."""
+    """Return a client of a controller and a unit with these addresses."""
     return BlockingQueue(
         lambda: QueueClient(
             find=lambda role, _: controller() if role == "controller" else unit(),
@@ -117,7 +117,7 @@ def connect(controller: Callable[[], str | None], unit: Callable[[], str | None]
 
 
 def broken_compaction(folder: Path, dice: random.Random, shim: Shim) -> str:
-    """26b: the ledger's disk fails for moments while it is compacted all the time; the controller is started again."""
+    """Make the ledger's disk fail for short times during permanent compaction; a failed controller is restarted."""
     pair = Pair(folder, shim)
 
     def meanwhile() -> None:
@@ -137,7 +137,7 @@ def broken_compaction(folder: Path, dice: random.Random, shim: Shim) -> str:
 
 
 def cut_streams(folder: Path, dice: random.Random, _shim: Shim) -> str:
-    """Survived: streams are cut after some bytes, all the time."""
+    """Cut all streams after a random number of bytes."""
     with _proxied(folder, dice) as (proxies, flow):
         for proxy in proxies:
             proxy.cut_every = dice.choice([2_000, 10_000, 50_000])
@@ -146,7 +146,7 @@ def cut_streams(folder: Path, dice: random.Random, _shim: Shim) -> str:
 
 
 def partitions(folder: Path, dice: random.Random, _shim: Shim) -> str:
-    """Survived: a server is out of everybody's reach for a while, longer than leases or shorter."""
+    """Make one or both servers unreachable for a while, shorter or longer than the leases."""
     spans: list[float] = []
 
     def meanwhile() -> None:
@@ -180,7 +180,7 @@ def _proxied(folder: Path, dice: random.Random) -> Iterator[tuple[list[Proxy], F
 
 
 def forked_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
-    """26a: a client forks again and again; all put and claim, and the controller is killed meanwhile."""
+    """Fork a client several times. All processes put and claim, and the controller is killed meanwhile."""
     with servers(units=2) as made, made.handle.connect() as queue:
         rows = BlockingPartition(queue, "forks")
         rows.declare("count", needs=["n"], lease_s=30.0)
@@ -188,34 +188,34 @@ def forked_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
         pipes = [_fork(rows, seed, 10_000 * (1 + number)) for number, seed in enumerate(seeds[:3])]
         killing = threading.Thread(target=_restart_controller, args=(made, dice.uniform(0.0, 1.5)))
         killing.start()
-        put, had = _put_and_claim(rows, random.Random(seeds[3]), 0)
+        put, claimed = _put_and_claim(rows, random.Random(seeds[3]), 0)
         for pid, pipe in pipes:
-            with os.fdopen(pipe, "rb") as told:
-                theirs = json.loads(told.read() or b"null")
-            if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or theirs is None:
+            with os.fdopen(pipe, "rb") as reader:
+                report = json.loads(reader.read() or b"null")
+            if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or report is None:
                 raise Harmed("a forked client ended with an error")
-            put, had = put + theirs[0], had + theirs[1]
+            put, claimed = put + report[0], claimed + report[1]
         killing.join()
-        had += _claim(rows)
-        times = Counter(had)
-        if sorted(had) != sorted(put):
-            lost, doubled = set(put) - set(had), [value for value, count in times.items() if count > 1]
+        claimed += _claim(rows)
+        times = Counter(claimed)
+        if sorted(claimed) != sorted(put):
+            lost, doubled = set(put) - set(claimed), [value for value, count in times.items() if count > 1]
             raise Harmed(f"of {len(put)} rows {len(lost)} are lost, {len(doubled)} came twice")
         return f"{len(put)} rows of 4 clients, one controller killed"
 
 
 def _fork(rows: BlockingPartition, seed: int, first: int) -> tuple[int, int]:
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid:
-        os.close(theirs)
-        return pid, ours
+        os.close(writer)
+        return pid, reader
     status = 1
     signal.alarm(150)
     try:
-        told = json.dumps(_put_and_claim(rows, random.Random(seed), first)).encode()
-        while told:
-            told = told[os.write(theirs, told) :]
+        report = json.dumps(_put_and_claim(rows, random.Random(seed), first)).encode()
+        while report:
+            report = report[os.write(writer, report) :]
         status = 0
     finally:
         os._exit(status)
@@ -223,23 +223,23 @@ def _fork(rows: BlockingPartition, seed: int, first: int) -> tuple[int, int]:
 
 def _put_and_claim(rows: BlockingPartition, dice: random.Random, first: int) -> tuple[list[int], list[int]]:
     put: list[int] = []
-    had: list[int] = []
+    claimed: list[int] = []
     while len(put) < 200:
         values = list(range(first + len(put), first + len(put) + dice.randint(1, 5)))
         rows.put({"n": values}, timeout=60)
         put += values
         if dice.random() < 0.3:
-            had += _claim(rows, most=dice.randint(1, 9))
-    return put, had + _claim(rows)
+            claimed += _claim(rows, most=dice.randint(1, 9))
+    return put, claimed + _claim(rows)
 
 
 def _claim(rows: BlockingPartition, *, most: int = 1 << 30) -> list[int]:
-    had: list[int] = []
-    # A claim is answered 5 s after its time at the latest, which the killed controller needs on a busy machine.
-    while len(had) < most and (leased := rows.claim("count", 7, timeout=5.0)):
+    claimed: list[int] = []
+    # A claim is answered at most 5 s after its timeout. On a busy machine, restarting the controller takes that long.
+    while len(claimed) < most and (leased := rows.claim("count", 7, timeout=5.0)):
         values = [int(value) for value in rows.get(leased, ["n"], timeout=60)["n"]]
-        had += [value for value, ok in zip(values, rows.complete(leased, timeout=60), strict=True) if ok]
-    return had
+        claimed += [value for value, ok in zip(values, rows.complete(leased, timeout=60), strict=True) if ok]
+    return claimed
 
 
 def _restart_controller(made: Servers, after_s: float) -> None:
@@ -250,7 +250,7 @@ def _restart_controller(made: Servers, after_s: float) -> None:
 
 
 class _TableAnswers:
-    """A controller and a unit of which only the table is there; some puts come twice."""
+    """A controller and a unit reduced to the table; some puts are applied twice."""
 
     def __init__(self, table: Table, dice: random.Random) -> None:
         self._table = table
@@ -259,7 +259,7 @@ class _TableAnswers:
         self._rows = itertools.count()
 
     async def call(self, _peer: Peer, _method: str, request: PutRows, _reply: Any, **_options: Any) -> Any:
-        """Answer a call."""
+        """Apply a put to the table, and return its reply."""
         row = RowPlace(self._epoch, 0, next(self._rows)).row
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8]})
         for _ in range(1 + (self._dice.random() < 0.01)):
@@ -270,7 +270,7 @@ class _TableAnswers:
 
 
 def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
-    """26c: 200,000 clients put one row each; half of the rows are cleared meanwhile, and some puts come twice."""
+    """Put one row from each of 200,000 clients. Half of the rows are cleared meanwhile, and some puts arrive twice."""
     table = Table()
     table.start(0.0)
     table.declare([TaskSpec(partition="p", name="t", needs=["x"])])
@@ -296,7 +296,7 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
 
 
 def large_puts(_folder: Path, dice: random.Random, _shim: Shim) -> str:
-    """26d: puts of up to 80 MiB into too little room while units are killed; a reader sees all of a put, or nothing."""
+    """Put up to 80 MiB at once into too little space, while units are killed. A reader must see a whole put or none."""
     stop, seen, harm = threading.Event(), Counter[str](), []
     with servers(units=2, bytes_per_unit="96Mi", shared_memory=dice.random() < 0.5) as made:
 
@@ -305,24 +305,24 @@ def large_puts(_folder: Path, dice: random.Random, _shim: Shim) -> str:
                 rows = BlockingPartition(queue, "large")
                 while not stop.is_set():
                     with contextlib.suppress(AsyncFlowError):
-                        there = Counter((tag["put"], tag["of"]) for tag in rows.rows(timeout=5).tags)
+                        found = Counter((tag["put"], tag["of"]) for tag in rows.rows(timeout=5).tags)
                         harm.extend(
-                            f"{count} of {of} rows of put {put}" for (put, of), count in there.items() if count != of
+                            f"{count} of {of} rows of put {put}" for (put, of), count in found.items() if count != of
                         )
                         seen["looks"] += 1
                     time.sleep(0.005)
 
         def write(number: int, seed: int) -> None:
-            mine = random.Random(seed)
+            chance = random.Random(seed)
             with made.handle.connect() as queue:
                 rows = BlockingPartition(queue, "large")
                 for turn in range(12):
-                    count, size = mine.randint(4, 20), mine.randint(1, 4)
+                    count, size = chance.randint(4, 20), chance.randint(1, 4)
                     tags = [{"put": 100 * number + turn, "of": count}] * count
                     try:
-                        ids = rows.put({"x": [bytes(size * MIB)] * count}, tags=tags, timeout=mine.uniform(0.3, 3.0))
+                        ids = rows.put({"x": [bytes(size * MIB)] * count}, tags=tags, timeout=chance.uniform(0.3, 3.0))
                         seen["put"] += 1
-                        if mine.random() < 0.7:
+                        if chance.random() < 0.7:
                             rows.clear(ids, timeout=10)
                     except AsyncFlowError:
                         seen["failed"] += 1

@@ -1,7 +1,7 @@
-"""Content of a disk whose power was cut: of each file what was synced, under the names that were synced.
+"""The content of a disk after a power cut: only the synced bytes of each file, under the synced names.
 
-Nothing is taken for safe because a file system usually makes it so: a file that was never synced is empty, and one
-whose folder was not synced since it got its name is gone.
+This assumes the least that a file system guarantees: a file that was never synced is empty, and a file whose folder was
+not synced after the file got its name is lost.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def cut(run: Path, synced: Path, into: Path) -> None:
-    """Copy to ``into`` what would be left of ``run``. synced: the list that the shim wrote."""
+    """Copy the parts of ``run`` that survive a power cut to ``into``. synced: the list that the shim wrote."""
     sizes, names = _read(synced.read_text(errors="replace"))
-    there = {
+    paths = {
         entry.inode(): Path(entry.path)
         for folder, *_ in os.walk(run)
         for entry in os.scandir(folder)
@@ -24,7 +24,7 @@ def cut(run: Path, synced: Path, into: Path) -> None:
     def copy(folder: int, target: Path) -> None:
         target.mkdir(parents=True)
         for name, inode in names.get(folder, {}).items():
-            path = there.get(inode)
+            path = paths.get(inode)
             if path is None:
                 continue
             if path.is_dir():

@@ -1,6 +1,6 @@
-"""A controller or a storage unit as a process of its own: ``serve.py controller|unit FOLDER``; its address lies there.
+"""Run a controller or a storage unit as a process: ``serve.py controller|unit FOLDER``. It writes its address there.
 
-The controller compacts its ledger every 3 kB, so that what happens while it does is met often.
+The controller compacts its ledger every 3 kB, so that most faults happen during a compaction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT = 64 << 20
 
 
 def address_in(file: Path) -> Callable[[], str | None]:
-    """Return what resolves to the text of ``file`` now."""
+    """Return a function that returns the text of ``file``, None while it does not exist."""
     return lambda: file.read_text() if file.exists() else None
 
 

@@ -1,9 +1,10 @@
-/* Preloaded into every process of a run: a disk that fails, a clock that is set, a list of what was synced.
+/* A library that is preloaded into every process of a run. It makes the disk fail, shifts the clock and records syncs.
 
-   ATTACK_CONTROL names a file of a struct control, mapped by all; ATTACK_SYNCED one to which each sync appends:
-     C inode                 a file was made, or made empty
-     F inode bytes           so many bytes of a file are on disk
-     D inode, then N inode name ..., then E      the names of a folder are */
+   ATTACK_CONTROL names a file with a struct control, which every process maps. ATTACK_SYNCED names a file to which the
+   processes append these lines:
+     C inode                 a file was created or truncated
+     F inode bytes           the first so many bytes of a file are on disk
+     D inode, then N inode name ..., then E      the names in a folder are on disk */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -23,8 +24,8 @@
 
 struct control {
     int64_t clock_s;   /* added to the system clock */
-    int32_t error;     /* what the disk answers, 0 for nothing */
-    char path[244];    /* for files whose path holds this */
+    int32_t error;     /* errno of failing disk calls, 0 for none */
+    char path[244];    /* calls fail for paths that contain this */
 };
 
 static struct control none, *control = &none;
@@ -72,25 +73,25 @@ static void note(const char *words, size_t size) {
 }
 
 static void note_made(int fd, int flags) {
-    struct stat told;
+    struct stat info;
     char line[64];
-    if (synced < 0 || fd < 0 || !(flags & (O_CREAT | O_TRUNC)) || fstat(fd, &told) || told.st_size) return;
-    if (S_ISREG(told.st_mode)) note(line, snprintf(line, sizeof line, "C %lu\n", told.st_ino));
+    if (synced < 0 || fd < 0 || !(flags & (O_CREAT | O_TRUNC)) || fstat(fd, &info) || info.st_size) return;
+    if (S_ISREG(info.st_mode)) note(line, snprintf(line, sizeof line, "C %lu\n", info.st_ino));
 }
 
 static void note_synced(int fd) {
-    struct stat told;
+    struct stat info;
     char path[4096], *list = NULL;
     size_t size = 0;
-    if (synced < 0 || fstat(fd, &told)) return;
-    if (S_ISREG(told.st_mode)) {
-        note(path, snprintf(path, sizeof path, "F %lu %ld\n", told.st_ino, told.st_size));
+    if (synced < 0 || fstat(fd, &info)) return;
+    if (S_ISREG(info.st_mode)) {
+        note(path, snprintf(path, sizeof path, "F %lu %ld\n", info.st_ino, info.st_size));
         return;
     }
-    DIR *folder = S_ISDIR(told.st_mode) && path_of(fd, path, sizeof path) ? opendir(path) : NULL;
+    DIR *folder = S_ISDIR(info.st_mode) && path_of(fd, path, sizeof path) ? opendir(path) : NULL;
     FILE *lines = folder ? open_memstream(&list, &size) : NULL;
     if (!lines) return;
-    fprintf(lines, "D %lu\n", told.st_ino);
+    fprintf(lines, "D %lu\n", info.st_ino);
     for (struct dirent *entry; (entry = readdir(folder));)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
             fprintf(lines, "N %lu %s\n", entry->d_ino, entry->d_name);

@@ -1,4 +1,4 @@
-"""Faults of the disk and the clock of all processes of a run, by a library that is preloaded into them."""
+"""Disk and clock faults for all processes of a run, by a library that is preloaded into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build(folder: Path) -> Path:
 
 
 class Shim:
-    """The library ``made`` with a control of its own; ``env`` has a process, and what that starts, obey it."""
+    """Controls the library ``made`` in processes that were started with ``env``, and in their children."""
 
     def __init__(self, made: Path, folder: Path) -> None:
         self.synced = folder / "synced"
@@ -40,12 +40,12 @@ class Shim:
         }
 
     def set_clock(self, offset_s: int) -> None:
-        """Set the system clock so many seconds ahead of the true one, or behind it."""
+        """Shift the system clock of the processes by ``offset_s`` seconds."""
         self._clock = offset_s
         self._write(0, "")
 
     def fail(self, number: int, path: str) -> None:
-        """Make each disk call on a path that contains ``path`` fail with ``number`` from now on."""
+        """Make disk calls on paths that contain ``path`` fail with errno ``number``, until ``heal``."""
         self._write(number, path)
 
     def heal(self) -> None:
@@ -53,7 +53,7 @@ class Shim:
         self._write(0, "")
 
     def fail_for(self, seconds: float, number: int, path: str) -> str:
-        """Make the disk fail for so long; return what was done."""
+        """Make the disk fail for so many seconds, and return a description."""
         self.fail(number, path)
         time.sleep(seconds)
         self.heal()

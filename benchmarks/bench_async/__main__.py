@@ -1,13 +1,13 @@
-"""The gain of asynchrony: real driver, queue, ledger, trainer loop and weights, each mode on the same simulated load.
+"""Measure the speedup of asynchronous modes: real driver, queue, ledger, trainer loop and weights, simulated engines.
 
     python benchmarks/bench_async                                            # the whole matrix: 240 runs, many hours
     python benchmarks/bench_async --only periodic delayed --ratios 1 --seeds 1
-    python benchmarks/bench_async --table                                    # of what was measured so far
+    python benchmarks/bench_async --table                                    # only the table of the existing results
 
-Results are lines of OUTPUT/results.jsonl; a point that is there is not run again. Each run's folder has its chart,
-timeline.html. Prints a table, and ends with 1 where
-a bar is missed. Runs are mostly waiting: ``--jobs`` of them at once, as many as the machine has cores to spare for (one
-takes 0.3 to 0.5 of a core; what it measures is too slow where it has to wait for one).
+Every mode has the same load. Results are lines of OUTPUT/results.jsonl; a point with a result is not run again. Each
+run's folder has its chart, timeline.html. Prints a table, and exits with 1 if a limit is missed. Runs mostly wait, so
+``--jobs`` of them can run at the same time. A run takes 0.3 to 0.5 of a core; if it has to wait for a core, its times
+are too long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_async.points import MANIFEST, MODES, RATIOS, SIGMAS, WITHOUT, Point, matrix
-from bench_async.results import Result, Results, bars, lines_of, predictions, table, told
+from bench_async.results import Result, Results, bars, lines_of, predictions, report, table
 from emulation import emulate
 
 from asyncflow.commands.timeline import write_pictures
@@ -29,7 +29,7 @@ from asyncflow.timeline.causes import attribute
 
 
 def measured(point: Point, output: Path) -> Result:
-    """Run a point, and draw it into its folder."""
+    """Run a point, and draw its charts into its folder."""
     folder = output / point.name
     run = emulate(MANIFEST, folder, point.settings)
     write_pictures(folder, attribute(read_timeline(folder)), title=point.name)
@@ -45,7 +45,7 @@ def measured(point: Point, output: Path) -> Result:
 
 
 def main() -> int:
-    """Run what is missing, and print the table."""
+    """Run the missing points, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench-async"))
     parser.add_argument("--only", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3))
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--generation", type=float, default=5.0, help="T_gen, seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def main() -> int:
     lines = lines_of(found, simulated)
     for row in table(lines):
         print(row)
-    return 0 if told(bars(lines), say=print) else 1
+    return 0 if report(bars(lines), say=print) else 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The points of ``make bench-async``: modes, ratios and lengths as settings of one manifest, and their closed forms.
 
-An *iteration* trains 256 groups: one step, or for verl's modes a cycle of four steps of a quarter. Engines and trainer
-of a point take the same time for it in every mode: T_gen = ``generation_s``, the mean over the iterations of list
-scheduling on 32 slots, and T_train = ``ratio`` * T_gen. ``colocated`` has the devices of both for either, so it has
-twice the rollouts and half of T_train.
+An *iteration* trains 256 groups: in one step, or in verl's modes in a cycle of four steps with a quarter each. The work
+of engines and trainer is the same in every mode: T_gen = ``generation_s``, the mean over the iterations of list
+scheduling on 32 slots, and T_train = ``ratio`` * T_gen. In ``colocated``, generation and training use all devices in
+turn, so it has twice the rollouts and half of T_train.
 
-Invariant: lengths are those that the simulated engine draws, sample by sample, so a closed form is of the same load.
+Invariant: the lengths are those that the simulated engine draws for each sample, so a closed form has the same load.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ MODES: dict[str, tuple[str, ...]] = {
     "verl stale": (VERL.format(swap_at="sequence", threshold=0.5),),
     "verl partial": (VERL.format(swap_at="token", threshold=0.5),),
 }
-"""verl's modes 2, 3 and 4 of its fully asynchronous trainer; its mode 1 is ``sync`` with engines that go on at once."""
+"""The settings of each mode. ``verl``: modes 2, 3 and 4 of its fully asynchronous trainer; its mode 1 is ``sync`` with
+engines that continue immediately.
+"""
 RATIOS = (0.5, 0.8, 1.0, 1.25, 2.0)
 SIGMAS = (0.5, 1.0)
 GROUPS, SIZE, SLOTS = 256, 2, 32
 CYCLE = 4
-"""Steps of an iteration in verl's modes."""
+"""The number of steps in an iteration in verl's modes."""
 WITHOUT = 2
-"""Iterations at the beginning that do not count."""
+"""The number of iterations at the start that are not counted."""
 TOKENS = 40.0
 MOST = 4096
 
@@ -63,18 +65,18 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Name of its folder, which says all of it."""
+        """The name of its folder, which contains all fields."""
         mode = self.mode.replace(" ", "-")
         return f"{mode}-{self.sigma:g}-{self.ratio:g}-{self.seed}-{self.iterations}x{self.generation_s:g}"
 
     @property
     def steps_each(self) -> int:
-        """Steps of an iteration."""
+        """The number of steps in an iteration."""
         return CYCLE if self.mode.startswith("verl") else 1
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token."""
+        """Seconds per token."""
         return self.generation_s / _tokens(self.sigma, self.seed, self.iterations)
 
     @property
@@ -89,7 +91,7 @@ class Point:
 
     @property
     def settings(self) -> list[str]:
-        """Fields of the manifest, as of ``--set``."""
+        """Fields of the manifest, as for ``--set``."""
         return [
             *MODES[self.mode],
             f"algorithm.seed={self.seed}",
@@ -105,7 +107,7 @@ class Point:
         return load_job(MANIFEST, self.settings)
 
     def iterations_of(self, walls: Sequence[float]) -> list[float]:
-        """Return the sums of ``walls``, one a step, over each iteration that counts."""
+        """Return the sum of ``walls``, one value per step, for each counted iteration."""
         each = self.steps_each
         return [sum(walls[first : first + each]) for first in range(WITHOUT * each, len(walls), each)]
 
@@ -130,7 +132,7 @@ def _tokens(sigma: float, seed: int, iterations: int) -> float:
 
 
 def ends(lengths: Sequence[int], *, slots: int) -> Iterator[float]:
-    """Yield when each response ends, in tokens: the next one begins in the slot that is free first."""
+    """Yield the end of each response, in tokens; a response starts in the slot that becomes free first."""
     free = [0.0] * slots
     for tokens in lengths:
         end = free[0] + tokens
@@ -139,15 +141,15 @@ def ends(lengths: Sequence[int], *, slots: int) -> Iterator[float]:
 
 
 def makespan(lengths: Sequence[int], *, slots: int) -> float:
-    """Return the tokens from the first to the last end."""
+    """Return the tokens from the start to the end of the last response."""
     return max(ends(lengths, slots=slots))
 
 
 def closed_form(point: Point) -> float | None:
-    """Return the mean seconds of an iteration where nothing else takes time, None where there is no closed form.
+    """Return the mean seconds of an iteration without overheads, None for a mode without a closed form.
 
-    sync: T_gen + T_train of each iteration. periodic: each group is trained in the order of completion, as soon as the
-    trainer is free (Periodic Asynchrony §4).
+    sync: T_gen + T_train of each iteration. periodic: groups are trained in the order of completion, each as soon as
+    the trainer is free (Periodic Asynchrony §4).
     """
     counted = point.lengths[WITHOUT:]
     if point.mode in ("sync", "colocated"):
@@ -167,7 +169,7 @@ def _streamed(point: Point, lengths: Sequence[int]) -> float:
 
 
 def predicted(point: Point) -> float:
-    """Return the mean seconds of an iteration in the simulator, with nothing fitted: all else takes no time there."""
+    """Return the mean seconds of an iteration in the simulator, without fitted parameters or overheads."""
     run = simulate(scenario_of(point.job), seed=point.seed, spans=False)
     return fmean(point.iterations_of([step.wall_s for step in run.steps]))
 
@@ -175,7 +177,10 @@ def predicted(point: Point) -> float:
 def matrix(
     *, modes: Sequence[str], sigmas: Sequence[float], ratios: Sequence[float], seeds: Sequence[int], **options: float
 ) -> list[Point]:
-    """Return the points, seed by seed: what is first is a matrix of fewer seeds. options: of each ``Point``."""
+    """Return the points, ordered by seed, so that a prefix is a matrix of fewer seeds.
+
+    options: other fields of each ``Point``.
+    """
     return [
         Point(mode=mode, sigma=sigma, ratio=ratio, seed=seed, **options)  # type: ignore[arg-type]
         for seed in seeds

@@ -1,6 +1,6 @@
-"""Results of points, one JSON line each, and the table and the bars that are made of them. Pure but for the files.
+"""Results of points, one JSON line each, and the table and the limits computed from them. Pure except for the files.
 
-Invariant: a point that is there is not run, or simulated, again, so a matrix that was broken off goes on.
+Invariant: a point with a result is not run or simulated again, so an interrupted matrix can be continued.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench_async.points import Point, closed_form, predicted
 
 SYNC_BAR = 0.03
 PERIODIC = {0.5: 1.50, 0.8: 1.79, 1.0: 1.91, 1.25: 1.74, 2.0: 1.47}
-"""Time of sync over that of periodic, by ratio, at sigma 0.5, each within ``NEAR``."""
+"""The expected speedup of periodic over sync, by ratio, at sigma 0.5, each within ``NEAR``."""
 NEAR = 0.05
 AT_BALANCE = 1.85
 MOST = 2.0
@@ -25,8 +25,11 @@ MOST = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run of a point. walls: seconds of each iteration that counts; waited: of them, the trainer for samples; lag:
-    mean staleness of the oldest token; lost: samples that were not trained once.
+    """A run of a point.
+
+    walls: seconds of each counted iteration; waited: mean seconds per iteration for which the trainer waited for
+    samples; lag: mean staleness of a sample's oldest token; lost: samples that were not trained exactly once; load: of
+    the machine at the end.
     """
 
     point: Point
@@ -38,12 +41,12 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of an iteration."""
+        """The mean seconds of an iteration."""
         return fmean(self.walls)
 
 
 class Results:
-    """The lines of a file."""
+    """The results in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -51,19 +54,19 @@ class Results:
         self.all = [Result(**{**line, "point": Point(**line["point"])}) for line in _lines(file)]
 
     def missing(self, points: Iterable[Point]) -> list[Point]:
-        """Return the points that are not there."""
+        """Return the points without a result."""
         known = {result.point for result in self.all}
         return [point for point in points if point not in known]
 
     def add(self, result: Result) -> None:
-        """Append a line."""
+        """Append a result."""
         with self._lock:
             self.all.append(result)
             _append(self._file, asdict(result))
 
 
 def predictions(points: Iterable[Point], file: Path) -> dict[Point, float]:
-    """Return what the simulator says of each point, out of a file, which gets what is not there."""
+    """Return the simulator's prediction of each point; predictions that the file lacks are computed and appended."""
     known = {Point(**line["point"]): line["seconds"] for line in _lines(file)}
     for point in points:
         if point not in known:
@@ -83,10 +86,10 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The seeds of a point together.
+    """The mean over the seeds of a point.
 
-    seconds, middle: of an iteration, mean and median; gain: time of sync over this one's, of the seeds that have both;
-    closed, predicted: seconds by the closed form and the simulator.
+    seconds, middle: mean and median time of an iteration; gain: speedup over sync, over the seeds with both results;
+    closed, predicted: seconds by the closed form and by the simulator.
     """
 
     mode: str
@@ -105,7 +108,7 @@ class Line:
 
 
 def lines_of(results: Sequence[Result], simulated: Mapping[Point, float]) -> list[Line]:
-    """Return a line for each sigma, ratio and mode, in the order in which they come."""
+    """Return a line for each sigma, ratio and mode, sorted by sigma and ratio."""
     groups: dict[tuple[float, float, str], list[Result]] = {}
     for result in sorted(results, key=lambda each: (each.point.sigma, each.point.ratio)):
         groups.setdefault((result.point.sigma, result.point.ratio, result.point.mode), []).append(result)
@@ -157,8 +160,8 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             f"{line.seconds:.2f} s",
             f"{line.middle:.2f} s",
             f"{line.gain:.2f}" if line.gain else "",
-            beside(line.closed, line.seconds),
-            beside(line.predicted, line.seconds),
+            deviation(line.closed, line.seconds),
+            deviation(line.predicted, line.seconds),
             f"{line.waited:.0%}",
             f"{line.lag:.2f}",
             f"{line.load:.1f}",
@@ -166,14 +169,14 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def beside(expected: float | None, seconds: float) -> str:
-    """Return what was expected, and by how much the measured seconds are more."""
+def deviation(expected: float | None, seconds: float) -> str:
+    """Return the expected seconds, and the relative deviation of the measured seconds."""
     return "" if expected is None else f"{expected:.2f} s ({seconds / expected - 1:+.1%})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar and what was measured beside it."""
+    """A limit and the measured value."""
 
     what: str
     measured: str
@@ -181,7 +184,7 @@ class Bar:
 
 
 def bars(lines: Sequence[Line]) -> list[Bar]:
-    """Return the bars of issue 19 that these lines can be held against."""
+    """Return the limits that apply to these lines."""
     found = [bar for line in lines for make in (_sync, _periodic, _simulated, _once) for bar in make(line)]
     periodic = {(line.sigma, line.ratio): line for line in lines if line.mode == "periodic"}
     for line in lines:
@@ -227,8 +230,8 @@ def _once(line: Line) -> Iterator[Bar]:
         yield Bar(what=what, measured=f"{line.lost} were not", met=False)
 
 
-def told(found: Sequence[Bar], *, say: Callable[[str], None]) -> bool:
-    """Say each bar; return whether all are met."""
+def report(found: Sequence[Bar], *, say: Callable[[str], None]) -> bool:
+    """Report each limit with ``say``; return whether all are met."""
     for bar in found:
         say(f"{'ok  ' if bar.met else 'MISS'} {bar.what}: {bar.measured}")
     return all(bar.met for bar in found)

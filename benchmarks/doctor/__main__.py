@@ -1,11 +1,11 @@
-"""Runs with a planted fault each, and runs without any: does the doctor find the one, and nothing in the others?
+"""Check that the doctor finds the injected fault of each faulty run, and nothing in healthy runs.
 
     python benchmarks/doctor                              # all of them: about ten minutes
     python benchmarks/doctor --only slow-ledger quickstart
-    python benchmarks/doctor --output build/doctor        # keeps the folders of the runs
+    python benchmarks/doctor --output build/doctor        # keep the folders of the runs
 
-A line each: what was planted, what was found. Exit status 1 where a fault was not found, or where something was found
-in a healthy run. A planted fault may have others in its train; these are shown, and count neither way.
+Prints a line for each run: the injected fault and the findings. The exit status is 1 if a fault was not found, or if a
+healthy run has a finding. Other findings that a fault causes are printed and do not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runs import examined
 
 
 def main() -> int:
-    """Run what is asked for, and print the table."""
+    """Run the chosen cases, and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=[*FAULTS, *HEALTHY], choices=[*FAULTS, *HEALTHY])
     parser.add_argument("--output", type=Path)
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _one(name: str, folder: Path) -> bool:
-    """Carry out one run and print its line; return whether it is as it should be."""
+    """Carry out one run and print its line; return whether the findings are as expected."""
     planted, began = {**FAULTS, **HEALTHY}[name], time.monotonic()
     try:
         found = [each["name"] for each in examined(planted, folder)]
@@ -47,10 +47,10 @@ def _one(name: str, folder: Path) -> bool:
         print(f"{name:<18} FAILED: {error}", flush=True)
         return False
     right = planted.finds in found if planted.finds else not found
-    beside = [each for each in found if each != planted.finds]
-    said = f"{planted.finds or 'nothing'} {'ok' if right else 'MISSED' if planted.finds else 'WRONG'}"
-    also = f"; also {', '.join(beside)}" if beside else ""
-    print(f"{name:<18} {time.monotonic() - began:5.0f} s  {said}{also}", flush=True)
+    others = [each for each in found if each != planted.finds]
+    result = f"{planted.finds or 'nothing'} {'ok' if right else 'MISSED' if planted.finds else 'WRONG'}"
+    also = f"; also {', '.join(others)}" if others else ""
+    print(f"{name:<18} {time.monotonic() - began:5.0f} s  {result}{also}", flush=True)
     return right
 
 

@@ -1,4 +1,4 @@
-"""The faults that are planted, and the runs in which nothing is wrong: each a real run of seconds."""
+"""The runs with injected faults, and the healthy runs. Each is a real run of seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LEARN, PACE = HERE / "learn.yaml", HERE / "pace.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """A run. finds: name of the finding that it is to have, "" for none at all.
+    """A run. finds: the name of the expected finding, "" for none.
 
-    settings: values of ``--set``; slow: part of the paths whose syncs take ``slow_s`` seconds; kills, stops: how often
-    rollout-0 is killed, and stopped for ``runs.STOP_S`` seconds; live: the driver is asked while the run goes on, which
-    does not end by itself.
+    settings: values of ``--set``; slow: syncs of paths that contain this take ``slow_s`` seconds; kills, stops: how
+    often rollout-0 is killed, or stopped for ``runs.STOP_S`` seconds; live: whether the doctor queries the driver
+    during the run, because the run does not end by itself.
     """
 
     finds: str

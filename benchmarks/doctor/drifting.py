@@ -1,4 +1,4 @@
-"""An engine whose log-probs are off by more with each version of the weights."""
+"""An engine whose log-probs have an error that grows with each version of the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncflow.rollout.engines.transformers import TransformersEngine
 
 
 class Drifting(TransformersEngine):
-    """The engine transformers, but for what it says of its responses in training."""
+    """The engine ``transformers``, with wrong log-probs for training responses."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate one response."""

@@ -1,4 +1,4 @@
-"""A sink whose server is not there."""
+"""A sink whose server is unreachable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncflow.telemetry.sinks.base import MetricSink, SinkRun
 
 
 class Failing(MetricSink):
-    """Fails as soon as it is opened."""
+    """A sink that fails when it is opened."""
 
     def __init__(self, _options: Any, *, run: SinkRun) -> None:
         raise ConnectionError(f"no server takes the figures of {run.name}")

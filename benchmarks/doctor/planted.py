@@ -1,4 +1,4 @@
-"""Rewards that make a run ill."""
+"""Reward functions that cause faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def nothing(**_: Any) -> float:
 
 
 def dice(**_: Any) -> float:
-    """Return a reward that depends on nothing, so that equal responses are pushed apart."""
+    """Return a random reward, so that equal responses get different rewards."""
     return random.random()
 
 
@@ -24,13 +24,13 @@ def by_prompt(*, prompt: str, **_: Any) -> float:
 
 
 def slow(**_: Any) -> float:
-    """Take a tenth of a second."""
+    """Return 0 after a tenth of a second."""
     time.sleep(0.1)
     return 0.0
 
 
 def fails_often(*, response: str, prompt: str, **_: Any) -> float:
-    """Raise for every seventh response or so."""
+    """Raise for about every seventh response."""
     drawn = hashlib.sha256((prompt + response).encode()).digest()[0]
     if drawn < 37:
         raise ValueError(f"cannot judge {response!r}")

@@ -1,4 +1,4 @@
-"""Carries out one planted run, and asks the doctor about it."""
+"""Carry out one run with an injected fault, and run the doctor on it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Started:
-    """A run that goes on. folder: of the run."""
+    """A run in progress. folder: the run folder."""
 
     process: subprocess.Popen[bytes]
     folder: Path
     log: Path
 
     def address(self, finds: str) -> str:
-        """Return HOST:PORT of the driver once the doctor finds that there. Raises RuntimeError where it never does."""
+        """Return HOST:PORT of the driver once the doctor has this finding. Raises RuntimeError after ``LIVE_S``."""
         deadline = time.monotonic() + LIVE_S
         while time.monotonic() < deadline:
             time.sleep(LOOK_S)
@@ -55,7 +55,7 @@ class Started:
         raise RuntimeError(f"{finds} was not found within {LIVE_S:g} s:\n{self.log.read_text()[-2000:]}")
 
     def finish(self) -> None:
-        """Wait for the end. Raises RuntimeError where the run fails."""
+        """Wait for the end. Raises RuntimeError if the run fails."""
         try:
             status = self.process.wait(RUN_S)
         except subprocess.TimeoutExpired:
@@ -64,22 +64,22 @@ class Started:
             raise RuntimeError(f"the run ended with {status}:\n{self.log.read_text()[-2000:]}")
 
     def rollout(self, *, after_step: int) -> int:
-        """Return the process of rollout-0 as soon as that step was made. Raises RuntimeError where it never is."""
+        """Return the pid of rollout-0 once that step is done. Raises RuntimeError after ``RUN_S``."""
         deadline, metrics = time.monotonic() + RUN_S, self.folder / "metrics.jsonl"
         while time.monotonic() < deadline:
             made = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
-            there = [each for each in _record(self.folder).get("processes", []) if each["role"] == "rollout"]
-            if made >= after_step and there and there[0]["pid"]:
-                return int(there[0]["pid"])
+            rollouts = [each for each in _record(self.folder).get("processes", []) if each["role"] == "rollout"]
+            if made >= after_step and rollouts and rollouts[0]["pid"]:
+                return int(rollouts[0]["pid"])
             time.sleep(LOOK_S)
         raise RuntimeError(f"step {after_step} was not made")
 
 
 @contextlib.contextmanager
 def started(planted: Planted, folder: Path) -> Iterator[Started]:
-    """Run a job below ``folder``, and end it where it goes on.
+    """Run a job below ``folder``, and end it at the end of the context if it still runs.
 
-    The model that the first run makes beside ``folder`` is that of the others.
+    The first run saves its model next to ``folder``, and all other runs use it.
     """
     run, model, log = folder / "run", folder.parent / "model", folder / "log"
     run.mkdir(parents=True)
@@ -100,7 +100,7 @@ def started(planted: Planted, folder: Path) -> Iterator[Started]:
 
 
 def examined(planted: Planted, folder: Path) -> list[dict[str, Any]]:
-    """Run a job below ``folder`` and return what the doctor finds. Raises RuntimeError where the run fails."""
+    """Run a job below ``folder`` and return the doctor's findings. Raises RuntimeError if the run fails."""
     with started(planted, folder) as run:
         if planted.live:
             return doctor(run.address(planted.finds))
@@ -116,7 +116,7 @@ def examined(planted: Planted, folder: Path) -> list[dict[str, Any]]:
 
 
 def doctor(target: str) -> list[dict[str, Any]]:
-    """Return what ``asyncflow doctor`` finds of a run in a folder, or of a driver."""
+    """Return the findings of ``asyncflow doctor`` for a run folder or a driver."""
     command = [sys.executable, "-m", "asyncflow", "doctor", target, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode not in (0, 1) or done.stderr:

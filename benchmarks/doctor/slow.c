@@ -1,5 +1,5 @@
-/* Preloaded into every process of a run: a disk that takes SLOW_S seconds for each sync of a file, or of a folder,
-   whose path holds SLOW_PATH. */
+/* A library that is preloaded into every process of a run. It delays each sync of a file or folder whose path contains
+   SLOW_PATH by SLOW_S seconds. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1,10 +1,10 @@
-"""The trainer against a plain loop: tokens per second, part of the device's peak, and memory, in one table.
+"""Compare the trainer with a plain loop: tokens per second, share of the device's peak, and memory, in one table.
 
     python benchmarks/gpu                                   # 0.6B and 1.7B at 16,384 tokens, plain and compiled
     python benchmarks/gpu --models tiny --tokens 512 --document 64 --compile no      # the small form, on a CPU
 
-The two take turns on the same device in the same run, each alone in memory. Bars that are missed are named, and are no
-failure: exit status 1 is for runs that failed.
+Both run one after the other on the same device, each alone in memory. A missed limit is printed but is not a failure:
+only a failed run gives exit status 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loops import PlainLoop, TrainerLoop
 from shapes import SHAPES, peak_flops
 
 BARS = {False: 0.95, True: 0.9}
-"""Least speed of the trainer as a part of the plain loop's, by whether both are compiled."""
+"""The least speed of the trainer relative to the plain loop, by whether both are compiled."""
 HEADER = (
     "model", "tokens", "document", "weights", "compile", "plain loop, tokens/s", "trainer, tokens/s", "ratio", "bar",
     "MFU of plain loop, trainer", "peak GB of plain loop, trainer",
@@ -31,7 +31,11 @@ HEADER = (
 
 
 class Measured(NamedTuple):
-    """tokens_s: median over the repetitions; peak: bytes, of a pass beyond what rests in memory; None on the CPU."""
+    """The figures of one loop.
+
+    tokens_s: median over the repetitions; peak: peak bytes of a pass beyond the allocated memory before it, None on the
+    CPU.
+    """
 
     tokens_s: float
     peak: int | None
@@ -39,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def measure(kind: type[Any], repeats: int, *, device: torch.device, **case: Any) -> Measured:
-    """Run one contestant alone: two passes to warm up, then ``repeats`` that count."""
+    """Run one loop by itself: two passes as warm-up, then ``repeats`` measured passes."""
     loop = kind(device=device, **case)
     for _ in range(2):
         loop.step()
@@ -86,27 +90,27 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Measure what is asked for, and print or write the table."""
+    """Measure the chosen cases, and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["0.6B", "1.7B"])
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a micro-batch")
     parser.add_argument("--document", type=int, default=512, help="tokens of each document")
-    parser.add_argument("--head-tokens", type=int, default=2048, help="tokens whose logits exist at once")
+    parser.add_argument("--head-tokens", type=int, default=2048, help="tokens whose logits are in memory at once")
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32", help="of the trainer")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--output", type=Path, help="write the table there, beside printing it")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     chosen = parser.parse_args()
     if chosen.tokens % chosen.document:
-        parser.error(f"--tokens {chosen.tokens} is no multiple of --document {chosen.document}")
+        parser.error(f"--tokens {chosen.tokens} is not a multiple of --document {chosen.document}")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     rows, missed = [], []
     for name in chosen.models:
         for compiled in {"no": [False], "yes": [True], "both": [False, True]}[chosen.compile]:
             case = {"tokens": chosen.tokens, "document": chosen.document, "compiled": compiled}
-            how = {"device": device, "shape": SHAPES[name], "head_tokens": chosen.head_tokens, **case}
-            plain = measure(PlainLoop, chosen.repeats, **how)
-            trainer = measure(TrainerLoop, chosen.repeats, weights=chosen.weights, **how)
+            setup = {"device": device, "shape": SHAPES[name], "head_tokens": chosen.head_tokens, **case}
+            plain = measure(PlainLoop, chosen.repeats, **setup)
+            trainer = measure(TrainerLoop, chosen.repeats, weights=chosen.weights, **setup)
             rows.append(row(name, plain, trainer, weights=chosen.weights, **case))
             if trainer.tokens_s < BARS[compiled] * plain.tokens_s:
                 missed.append(

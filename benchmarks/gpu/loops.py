@@ -1,8 +1,8 @@
-"""The two loops that are compared: the trainer's back end, and a plain loop that does the same work and nothing else.
+"""The two loops of the comparison: the trainer's back end, and a plain loop that does only the same computation.
 
-Both compute log-probs of every token of equally long documents, the clipped policy gradient of them, and its backward
-pass. The plain loop is what somebody would write who trains one model on one device once: no queue, no packs, no
-figures, weights in the precision of the computation.
+Both compute the log-probs of every token of equally long documents, their clipped policy gradient, and its backward
+pass. The plain loop is a minimal script for one model on one device: it has no queue, packs or metrics, and its weights
+have the precision of the computation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PLAIN = "benchmark_plain"
 
 
 class Loop(Protocol):
-    """One contestant. parameters: of its model."""
+    """A loop that is measured. parameters: the number of parameters of its model."""
 
     parameters: int
 
     def step(self) -> None:
-        """Compute one micro-batch forward and backward; on a device it may not be over when this returns."""
+        """Compute one micro-batch forward and backward; on an accelerator, it may still be running on return."""
 
 
 def _attend(
@@ -50,7 +50,7 @@ def _attend(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally in documents of equal length: [1, H, T, d] -> [1, T, H, d]."""
+    """Compute causal attention within documents of equal length: [1, H, T, d] -> [1, T, H, d]."""
     if query.device.type == "cuda":
         states = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
         starts = torch.arange(0, query.shape[2] + 1, document, device=query.device, dtype=torch.int32)
@@ -67,7 +67,7 @@ AttentionInterface.register(PLAIN, _attend)
 
 
 class PlainLoop:
-    """See the module. head_tokens: tokens whose logits exist at once."""
+    """The plain loop. head_tokens: tokens whose logits are in memory at the same time."""
 
     def __init__(
         self, shape: Shape, *, tokens: int, document: int, device: torch.device, head_tokens: int, compiled: bool
@@ -106,9 +106,9 @@ class PlainLoop:
 
 
 class TrainerLoop:
-    """The back end ``torch`` as a rank uses it, with micro-batches that are one pack each.
+    """The back end ``torch``, used as a rank uses it, with one pack per micro-batch.
 
-    weights: the dtype in which they are held.
+    weights: the dtype of the weights in memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The models that are measured, by shape: weights are random, for speed does not depend on them."""
+"""The shapes of the measured models. Their weights are random, because speed does not depend on weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import Qwen3Config
 
 
 class Shape(NamedTuple):
-    """A model of Qwen3's kind."""
+    """The shape of a model with Qwen3's architecture."""
 
     hidden: int
     layers: int
@@ -20,7 +20,7 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> Qwen3Config:
-        """The configuration that transformers makes the model from."""
+        """The configuration of the model for transformers."""
         return Qwen3Config(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -34,9 +34,10 @@ class Shape(NamedTuple):
         )
 
     def flops_of_token(self, parameters: int, *, document: int) -> float:
-        """Return the operations of a forward and backward pass for one token of a document of so many tokens.
+        """Return the floating-point operations of a forward and backward pass per token of a document.
 
-        Six for each parameter, and six for each pair of tokens that attention computes, of which causality leaves half.
+        Six per parameter, and six per attention head dimension and token of the document: causal attention computes
+        half of the pairs of tokens. document: its length in tokens.
         """
         return 6.0 * parameters + 6.0 * self.layers * self.heads * self.head * document
 
@@ -49,9 +50,9 @@ SHAPES: dict[str, Shape] = {
 }
 
 PEAK_FLOPS: dict[str, float] = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}
-"""Most operations per second in bfloat16, without sparsity, by the beginning of the device's name."""
+"""Peak operations per second in bfloat16, without sparsity, by the prefix of the device's name."""
 
 
 def peak_flops(device: Any) -> float | None:
-    """Return the peak of the device of this name, None where it is not known."""
+    """Return the peak of the device of this name, None if it is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if str(device).startswith(name)), None)

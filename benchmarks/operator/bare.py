@@ -1,9 +1,9 @@
-"""Writes prepared objects by server-side apply as fast as it can, and nothing else: the measure of ``scale.py``.
+"""Write prepared objects by server-side apply as fast as possible: the baseline of ``scale.py``.
 
     python benchmarks/operator/bare.py KUBECONFIG MANIFESTS.jsonl
 
-Each line of the file is one job: a list of stages, each a list of objects. It uses the operator's own client, and as
-many jobs and actions at a time as the operator does, so that what differs is what an operator does beside writing.
+Each line of the file is one job: a list of stages, each a list of objects. The program uses the operator's own client,
+and as many concurrent jobs and actions as the operator, so the difference is the operator's work other than writing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Time for which a cluster is without an operator: a leader is killed, or hangs, and the other one takes over.
+"""Measure the time without a leading operator: the leader is killed or stopped, and the other operator takes over.
 
     python benchmarks/operator/failover.py --times 3
 
-The time runs from the signal until the other one leads, and until its first write for a pod that failed right after the
-signal. The bar is 20 s; the Lease runs for 15 s, so that a leader that is only slow is not taken for dead.
+Measured are the times from the signal until the other operator leads, and until its first write for a pod that failed
+right after the signal. The limit is 20 s. The Lease lasts 15 s, so that a slow leader is not replaced.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def mended(plane: ControlPlane, pods: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ControlPlane(with_=("kcm", "sched", "kwok"), audited=True) as plane:
         plane.install_crds(ROOT / "crds")
         plane.add_nodes(4)
         figures = {
-            name: [measure(plane, f"{name}-{turn}", number) for turn in range(given.times)]
+            name: [measure(plane, f"{name}-{turn}", number) for turn in range(options.times)]
             for name, number in (("killed", signal.SIGKILL), ("hung", signal.SIGSTOP))
         }
     worst = max(each["leads_s"] for turns in figures.values() for each in turns)

@@ -1,11 +1,12 @@
-"""Cost of drivers that attack the operator, for it and for the jobs of others.
+"""Measure the effect of hostile drivers on the operator and on the jobs of other users.
 
     PYTHONPATH=hack python benchmarks/operator/hostile.py --honest 20 --hostile 60
 
-Jobs on KWOK under the real operator: first honest ones alone, then with hostile ones beside them, as many of each kind
-of ``hack/hostile_drivers.py``, of which every other is suspended, so that it is given orders too. The bars: less than
-150 MiB resident at most; and for the honest jobs the same, within a quarter and 100 ms, at the 95th percentile: seconds
-between two questions to a driver, and from a request to scale up to the creation of the last new pod.
+Jobs run on KWOK under the real operator: first only honest jobs, then also hostile jobs, with the same number of each
+kind of ``hack/hostile_drivers.py``. Every second hostile job is suspended, so that its driver also receives commands.
+The limits are a peak of 150 MiB of resident memory and, for the honest jobs, 95th percentiles that grow by at most a
+quarter plus 100 ms: of the time between two requests to a driver, and of the time from a request to scale up to the
+creation of the last new pod.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ NODES = 20
 MOST_MIB = 150
 PROBE_S = 2.0
 SETTLED_S = 20.0
-"""Seconds in which pods come, and those of suspended jobs go: load on the API server, and no attack."""
+"""Seconds for the creation of pods and the deletion of the suspended jobs' pods, which are load but not an attack."""
 SLACK_S = 0.1
 SLACK = 1.25
 
 
 def small(name: str) -> dict[str, Any]:
-    """Return a job of few pods, which may grow."""
+    """Return a job with few pods that can be scaled up."""
     manifest = job(0)
     manifest["metadata"]["name"] = name
     manifest["spec"]["rollout"] |= {"replicas": 1, "minReplicas": 0, "maxReplicas": 8}
@@ -45,14 +46,14 @@ def small(name: str) -> dict[str, Any]:
 
 
 def create(plane: ControlPlane, drivers: HostileDrivers, names: list[str]) -> None:
-    """Create jobs, and wait until the driver of each was asked."""
+    """Create jobs, and wait until the operator has queried the driver of each."""
     for name in names:
         plane.api.create(JOBS, small(name))
     plane.wait_until(lambda: drivers.asked().keys() >= set(names), f"{len(names)} drivers to be asked", timeout_s=300)
 
 
 def measure(plane: ControlPlane, drivers: HostileDrivers, honest: list[str], *, seconds: float, seed: int) -> Any:
-    """Scale honest jobs up and down for a while; give how it went for them."""
+    """Scale honest jobs up and down for ``seconds``, and return their latencies."""
     dice = random.Random(seed)
     first = len(plane.requests())
     wanted = {name: plane.api.get(f"{JOBS}/{name}")["spec"]["rollout"]["replicas"] for name in honest}

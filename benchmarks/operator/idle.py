@@ -1,9 +1,9 @@
-"""Cost of jobs of which nothing new is seen, and of jobs that only make progress: API writes and CPU.
+"""Measure the cost of idle jobs, and of jobs that only make progress: API writes and CPU.
 
     python benchmarks/operator/idle.py --jobs 100 --s 60
 
-First every driver says always the same: the bar is no write at all, the Lease apart. Then every driver is a step
-further each time it is asked: the bar is one write in 15 s for each object. The operator of each is a new process.
+First, every driver always gives the same answer; the limit is no write except to the Lease. Then every driver advances
+by a step with each request; the limit is one write per object in 15 s. Each part starts a new operator process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(plane: ControlPlane, name: str, answer: Answer, *, jobs: int, second
 
 
 def is_quiet(plane: ControlPlane, name: str, *, statuses: bool) -> bool:
-    """Say whether the start is over: no write for some seconds; statuses: but for these, which never end."""
+    """Return whether there is no write for some seconds. statuses: ignore writes of statuses, which never end."""
     before = len(writes(plane, name))
     time.sleep(QUIET_S)
     return all(statuses and each.subresource == "status" for each in writes(plane, name)[before:])
@@ -70,11 +70,11 @@ def writes(plane: ControlPlane, name: str) -> list[Request]:
 
 
 def shortest_gap(done: list[Request]) -> float | None:
-    """Return the least seconds between two writes of one object, as they arrived; one may have been underway longer."""
-    told = collections.defaultdict(list)
+    """Return the least seconds between the arrivals of two writes of one object, None without two such writes."""
+    arrivals = collections.defaultdict(list)
     for each in done:
-        told[each.kind, each.name].append(each.at.timestamp())
-    gaps = [later - earlier for times in told.values() for earlier, later in itertools.pairwise(times)]
+        arrivals[each.kind, each.name].append(each.at.timestamp())
+    gaps = [later - earlier for times in arrivals.values() for earlier, later in itertools.pairwise(times)]
     return round(min(gaps), 2) if gaps else None
 
 
@@ -82,20 +82,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--s", type=float, default=60.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ControlPlane(with_=("kcm", "sched", "kwok"), audited=True) as plane:
         plane.install_crds(ROOT / "crds")
         plane.add_nodes(NODES)
         plane.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         operator_rights.grant(plane, NAMESPACE)
-        create(plane, given.jobs)
+        create(plane, options.jobs)
         figures = {
-            answer.__name__: measure(plane, answer.__name__, answer, jobs=given.jobs, seconds=given.s)
+            answer.__name__: measure(plane, answer.__name__, answer, jobs=options.jobs, seconds=options.s)
             for answer in (steady, stepping)
         }
         plane.api.delete(JOBS)
     print(json.dumps(figures, indent=1))
-    too_many = figures["stepping"]["most_of_one_object"] > math.ceil(given.s / BAR_S)
+    too_many = figures["stepping"]["most_of_one_object"] > math.ceil(options.s / BAR_S)
     sys.exit(figures["steady"]["writes"] > 0 or too_many)
 
 

@@ -1,9 +1,10 @@
-"""A hundred random kills and scalings of rollouts: does anybody else notice, and how fast is a scaling done?
+"""Measure the effect of a hundred random kills and scalings of rollouts on other pods, and the time of a scaling.
 
     PYTHONPATH=hack python benchmarks/operator/kills.py --events 100 --seeds 1 2
 
-The bars: no pod that is no rollout ends, no trainer restart, the wanted rollouts at the end; and from the arrival of a
-request to scale up at the API server to its answer to the creation of the last new pod, less than 1 s for 95 of 100.
+The limits are: no pod other than rollouts ends, the trainer does not restart, and the wanted rollouts run at the end.
+In 95 of 100 scalings, less than 1 s passes from the arrival of a request to scale up at the API server until its
+response to the creation of the last new pod.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measure(plane: ControlPlane, seed: int, events: int) -> dict[str, Any]:
 
 
 def latencies(plane: ControlPlane, first: int, name: str, scalings: list[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Return the seconds from each request to scale up until its first and its last new pod, from the audit log."""
+    """Return the seconds from each request to scale up until its first and last new pod, from the audit log."""
     requests = plane.requests()[first:]
     asked = [each.at for each in requests if each.kind == "rljobs/scale" and each.is_write and each.name == name]
     created = [each for each in requests if each.user == OPERATOR and each.kind == "pods" and each.code == 201]

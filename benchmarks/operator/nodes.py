@@ -1,10 +1,11 @@
-"""Cost of saying why pods wait, in a cluster of many nodes: memory, CPU, and how soon it is said.
+"""Measure the cost of explaining why pods are pending, in a cluster of many nodes: memory, CPU and latency.
 
     python benchmarks/operator/nodes.py --nodes 5000 --pods 10000 --s 130
 
-The nodes are as large as real ones (images, labels, annotations: some 20 KB of JSON each), and ``--pods`` pods of
-others take room on them. Nobody runs pods: the jobs ask for more CPU than a node has, and wait. The bars: the sum
-stands in ``WhyPending`` within 60 s, memory stays below 150 MiB, and no beat of the event loop is late by over 1 s.
+The nodes are as large as real ones (images, labels, annotations: about 20 KB of JSON each), and ``--pods`` pods of
+other users occupy them. No pod really runs: the jobs request more CPU than a node has, and stay pending. The limits
+are: ``WhyPending`` has the calculation within 60 s, memory stays below 150 MiB, and the event loop never lags by more
+than 1 s.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OTHERS = "others"
 
 
 def real_node(number: int) -> dict[str, Any]:
-    """Return a node that is Ready, as large as a kubelet's."""
+    """Return a Ready node, as large as one that a kubelet reports."""
     name = f"node-{number:05d}"
     labels = {f"feature.node.kubernetes.io/cpu-cpuid.F{index}": "true" for index in range(60)}
     node = fake_node(name, number, resource="huawei.com/Ascend910", count=16, labels=labels)
@@ -62,7 +63,7 @@ def real_node(number: int) -> dict[str, Any]:
 
 
 def other_pod(number: int, nodes: int) -> dict[str, Any]:
-    """Return a pod of somebody else that has its node."""
+    """Return a pod of another user that is assigned to a node."""
     container = {
         "name": "main",
         "image": "image",
@@ -79,7 +80,7 @@ def create(plane: ControlPlane, path: str, objects: list[dict[str, Any]]) -> Non
 
 
 def waits(plane: ControlPlane) -> list[str]:
-    """Return what the jobs say about why they wait."""
+    """Return the messages of the jobs' ``WhyPending`` conditions."""
     conditions = [each for raw in plane.api.get(JOBS)["items"] for each in raw.get("status", {}).get("conditions", ())]
     return [each["message"] for each in conditions if each["type"] == "WhyPending" and each["status"] == "True"]
 
@@ -103,7 +104,7 @@ def measure(plane: ControlPlane, *, nodes: int, pods: int, seconds: float) -> di
     said = "the largest free is 19"
     wait_until(
         lambda: sum(said in words for words in waits(plane)) == WAITING,
-        "all jobs to say why they wait, with the arithmetic",
+        "all jobs to report why they are pending, with the calculation",
         timeout_s=600,
         needs=[operator.process],
     )
@@ -130,10 +131,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=5000)
     parser.add_argument("--pods", type=int, default=10_000)
     parser.add_argument("--s", type=float, default=130.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ControlPlane(with_=("sched",), audited=True) as plane:
         plane.install_crds(ROOT / "crds")
-        figures = measure(plane, nodes=given.nodes, pods=given.pods, seconds=given.s)
+        figures = measure(plane, nodes=options.nodes, pods=options.pods, seconds=options.s)
     print(json.dumps(figures, indent=1))
     well = figures["said_s"] < MOST_S and figures["peak_mib"] < MOST_MIB and figures["latest_beat_s"] < MOST_LAG_S
     sys.exit(0 if well else 1)

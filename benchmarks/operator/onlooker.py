@@ -1,4 +1,4 @@
-"""Watches the pods of a namespace and prints when each was first seen, and first seen running; a process of its own.
+"""A program that watches the pods of a namespace and prints the time, name and phase of each change.
 
 python benchmarks/operator/onlooker.py KUBECONFIG NAMESPACE
 """

@@ -1,11 +1,11 @@
-"""Time that many jobs take, and cost of the operator, against a bare loop that writes the same objects.
+"""Measure the time to start many jobs and the cost of the operator, against a bare loop that writes the same objects.
 
     python benchmarks/operator/scale.py --jobs 20
     python benchmarks/operator/scale.py --jobs 200
 
-Both run on a fresh control plane with KWOK and fake nodes, one after the other: first the operator, then a loop of
-server-side applies of the very objects that the operator made, which is all that any operator has to do at least. The
-ratio of the times until the last pod exists is the figure to look at: both share the machine with the API server.
+Each runs on a new control plane with KWOK and fake nodes: first the operator, then a loop of server-side applies of the
+same objects, which is the least work that any operator must do. The main figure is the ratio of the times until the
+last pod exists, because both share the machine with the API server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUEUES = f"/apis/asyncflow.dev/v1alpha1/namespaces/{NAMESPACE}/transferqueues"
 
 
 def job(number: int) -> Manifest:
-    """Return a job of ten pods: driver, controller, trainer, two storage units, five rollouts."""
+    """Return a job with ten pods: driver, controller, trainer, two storage units, five rollouts."""
     manifest: Manifest = parse((ROOT / "examples/quickstart.yaml").read_text(), source="quickstart").data
     manifest["metadata"] = {"name": f"job-{number:04d}", "namespace": NAMESPACE}
     manifest["spec"]["rollout"] |= {"replicas": 5, "minReplicas": 1, "maxReplicas": 8}
@@ -51,7 +51,7 @@ def job(number: int) -> Manifest:
 
 
 class Onlooker:
-    """Knows when each pod was first seen, and first seen running."""
+    """The times at which each pod was first seen, and first seen running, from a process that watches the pods."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.created: dict[str, float] = {}
@@ -150,7 +150,7 @@ def all_run(plane: ControlPlane, count: int) -> bool:
 
 
 def writes(plane: ControlPlane) -> list[Any]:
-    """Return the operator's writes but for its Lease."""
+    """Return the operator's writes, except those to its Lease."""
     return [each for each in plane.requests(user=USER) if each.is_write and each.resource != "leases"]
 
 
@@ -185,7 +185,10 @@ def measure_bare(count: int, limit_s: float) -> dict[str, Any]:
 
 
 def prepared(plane: ControlPlane, raw: Manifest) -> list[list[Manifest]]:
-    """Return all that the operator would write for a job, without the status, in stages; the queue knows its UID."""
+    """Return the objects that the operator would write for a job, except the status, in stages.
+
+    The TransferQueue is created first, since its pods refer to its UID.
+    """
     desired = Desired(DesiredSettings(registry=Registry(prefix="asyncflow", tag="0"), master=b"0" * 32))
     view = custom_resource("RLJob", raw, None)
     state = JobState(owner=view.owner, job=view.model)
@@ -210,12 +213,12 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--no-bare", action="store_true")
-    given = parser.parse_args()
-    operator = measure_operator(given.jobs, given.idle_s, given.limit_s, given.workers)
-    figures: dict[str, Any] = {"jobs": given.jobs, "operator": operator}
-    if not given.no_bare:
-        figures["bare"] = measure_bare(given.jobs, given.limit_s)
-        last = [figures[who]["pod_created"]["last_s"] for who in ("operator", "bare")]
+    options = parser.parse_args()
+    operator = measure_operator(options.jobs, options.idle_s, options.limit_s, options.workers)
+    figures: dict[str, Any] = {"jobs": options.jobs, "operator": operator}
+    if not options.no_bare:
+        figures["bare"] = measure_bare(options.jobs, options.limit_s)
+        last = [figures[writer]["pod_created"]["last_s"] for writer in ("operator", "bare")]
         figures["last_pod_ratio"] = round(last[0] / last[1], 2)
     print(json.dumps(figures, indent=1))
 

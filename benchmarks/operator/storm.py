@@ -1,9 +1,9 @@
-"""Three hundred things that people do with kubectl, and what becomes of the jobs: see ``hack/kubectl_storm.py``.
+"""Make three hundred random changes with kubectl, and check the jobs afterwards: see ``hack/kubectl_storm.py``.
 
     PYTHONPATH=hack python benchmarks/operator/storm.py --events 300 --seeds 1 2 3
 
-The bars: once the trouble has ended everything is as the last specs say, within three minutes; nothing that others made
-was touched; the operator had no bug to report and comes to rest.
+The limits are: within three minutes after the last change, the cluster matches the last specs; no foreign object was
+changed; the operator logged no exception and stops writing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from operator_process import OperatorProcess
 NODES = 20
 
 
-def weather(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: int, logs: Path) -> dict[str, Any]:
-    """Run one storm; return its result. logs: where the operator's log goes if the storm failed."""
+def run_storm(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: int, logs: Path) -> dict[str, Any]:
+    """Run one storm and return its figures. logs: the folder for the operator's log if the storm fails."""
     namespace = f"storm-{seed}"
     plane.api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     options = {"namespace": namespace, "namespaces": namespace, "probe_url": drivers.url, "probe_seconds": 0.5}
@@ -68,7 +68,7 @@ def main() -> None:
         plane.install_crds(ROOT / "crds")
         plane.add_nodes(NODES)
         for seed in chosen.seeds:
-            print(json.dumps(weather(plane, drivers, seed=seed, events=chosen.events, logs=chosen.logs)), flush=True)
+            print(json.dumps(run_storm(plane, drivers, seed=seed, events=chosen.events, logs=chosen.logs)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measures AsyncFlow's queue and raw zmq sockets on the same work, in turn, and prints ratios beside their bars.
+"""Measure AsyncFlow's queue and raw zmq sockets with the same work, and print their ratios with the limits.
 
-    python benchmarks/queue                                      # all that has a bar
+    python benchmarks/queue                                      # all cases with a limit
     python benchmarks/queue --cases million claims --rounds 3    # some cases
 
-Each round runs each case for each implementation in turn, so that what drifts on the machine hits all of them. The
-exit status is 1 for wrong bytes, lost or doubled rows, and runs that failed; missed bars are named, and are no failure.
+Each round runs each case for each implementation in turn, so that a drift of the machine affects all of them. The exit
+status is 1 for wrong bytes, lost or doubled rows, and failed runs. Missed limits are printed but are not failures.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SHARED_CASES = {
     "pipeline": ["pipeline.py"],
     "rate": ["pipeline.py", "--rows", "200", "--rate", "20"],
 }
-"""What every implementation runs, by name."""
+"""The cases that every implementation runs: script and arguments, by name."""
 BYTES = ("data", "data2048", "equal")
-"""Those of them that measure shared memory and Mooncake too."""
+"""The shared cases that also run with shared memory and Mooncake."""
 OWN_CASES = {
     "memory": ["idle_memory.py"],
     "volume": ["volume.py"],
@@ -46,9 +46,9 @@ OWN_CASES = {
     "million": ["million.py"],
     "controllers": ["stopped_controller.py"],
 }
-"""What only AsyncFlow runs, once a run."""
+"""The cases that only AsyncFlow runs, in the first round."""
 WITHOUT_BARS = ("million", "controllers")
-"""Those of them that run only where they are asked for."""
+"""The own cases that run only if the command line names them."""
 
 
 def commands(chosen: argparse.Namespace, number: int) -> Iterator[list[str]]:
@@ -65,7 +65,7 @@ def commands(chosen: argparse.Namespace, number: int) -> Iterator[list[str]]:
 
 
 def run(chosen: argparse.Namespace, out: Path) -> list[str]:
-    """Run all rounds; return what failed."""
+    """Run all rounds; return a description of each failure."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, **RAY_ENV, "PYTHONPATH": path, "BENCH_OUT": str(out)}
     failed: list[str] = []
@@ -105,7 +105,7 @@ def main() -> int:
     barred = [case for case in cases if case not in WITHOUT_BARS]
     options.add_argument("--cases", nargs="+", default=barred, choices=cases, help=f"by default {' '.join(barred)}")
     options.add_argument("--out", type=Path, default=ROOT / ".bench" / f"queue-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    options.add_argument("--report", type=Path, help="print the tables of an earlier run's results, and run nothing")
+    options.add_argument("--report", type=Path, help="only print the tables of these earlier results")
     chosen = options.parse_args()
     failed: list[str] = []
     if chosen.report is None:

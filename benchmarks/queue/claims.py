@@ -1,8 +1,8 @@
-"""Latency of claims out of 1,000, 10,000 and 100,000 ready rows: 16 rows, two whole groups, a token-balanced slot.
+"""Latency of claims from 1,000, 10,000 and 100,000 ready rows: 16 rows, two whole groups, a token-balanced slot.
 
-Groups and slots are AsyncFlow's alone; what they are compared with is the raw sockets' claim of 16 rows of the same
-run. Rows carry token counts, drawn lognormally; a slot deals about 16 rows to each of two ranks, and both ranks ask.
-What a claim gave is acknowledged before the next one, and that does not count.
+Only AsyncFlow has groups and slots; they are compared with the raw sockets' claim of 16 rows in the same run. Rows have
+token counts from a lognormal distribution. A slot gives about 16 rows to each of two ranks, and both ranks request it.
+The rows of a claim are acknowledged before the next claim, outside of the measured time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALL_S = 60.0
 
 
 def plain(queue: Implementation, rows: int, repeats: int) -> dict[str, object]:
-    """Claim 16 rows after 16."""
+    """Claim 16 rows at a time."""
     for start, stop in _batches(rows):
         queue.put("plain", queue.pack([{"x": np.array([row])} for row in range(start, stop)]))
 
@@ -68,7 +68,7 @@ def groups(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]:
 
 
 def balanced(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]:
-    """Ask slot after slot of a step of N rows, as two ranks of a gang do."""
+    """Request the slots of a step of N rows one by one, as two ranks of a gang do."""
     partition = "balanced"
     queue.declare([TaskSpec(partition=partition, name="train", needs=["x"], kind="gang")], timeout=CALL_S)
     queue.open_step(partition=partition, step=1, groups=rows // SIZE, group_size=SIZE, timeout=CALL_S)
@@ -108,7 +108,7 @@ def balanced(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]
 
 
 def _batches(rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of puts of whole groups."""
+    """Yield start and stop of each put; puts contain whole groups."""
     for start in range(0, rows // SIZE * SIZE, BATCH):
         yield start, min(start + BATCH, rows // SIZE * SIZE)
 

@@ -1,6 +1,6 @@
-"""GB/s of put and get: 256 or 2,048 GRPO samples of one client, whole, in chunks, and from and to single arrays.
+"""Throughput in GB/s of put and get by one client: 256 or 2,048 GRPO samples, at once, in chunks, and as single arrays.
 
-Chunks are claimed while time counts, which the acknowledgement of rows does not.
+The time of a get in chunks includes the claims. No time includes the acknowledgement of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TASKS = {"whole": COLUMNS, "chunks": COLUMNS}
 
 
 class Watch:
-    """Times by name, in seconds."""
+    """A stopwatch: measured times by name, in seconds."""
 
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
@@ -33,7 +33,7 @@ class Watch:
 
 
 def converted(queue: Implementation, samples: Sequence[Sample], partition: str, watch: Watch) -> None:
-    """Put from single arrays, and get to single arrays."""
+    """Measure a put and a get with the conversion from and to single arrays."""
     with watch.timed("put from samples"):
         queue.put(partition, queue.pack(samples))
     rows = queue.claim(partition, "whole", len(samples), timeout=CALL_S)
@@ -44,7 +44,7 @@ def converted(queue: Implementation, samples: Sequence[Sample], partition: str, 
 
 
 def moved(queue: Implementation, samples: Sequence[Sample], partition: str, watch: Watch, *, chunk: int) -> bool:
-    """Put and get what is packed already, whole and in chunks; tell whether the bytes came back."""
+    """Measure a put and gets of packed rows, at once and in chunks; return whether the bytes are equal."""
     packed = queue.pack(samples)
     with watch.timed("put"):
         queue.put(partition, packed)
@@ -52,9 +52,9 @@ def moved(queue: Implementation, samples: Sequence[Sample], partition: str, watc
     with watch.timed("get all"):
         fetched = queue.fetch(rows, COLUMNS)
     queue.acknowledge(rows)
-    came = dict(zip(queue.names(rows), queue.unpack(fetched), strict=True))
-    equal = all(same(sample, came[name]) for sample, name in zip(samples, sorted(came), strict=True))
-    del fetched, came
+    received = dict(zip(queue.names(rows), queue.unpack(fetched), strict=True))
+    equal = all(same(sample, received[name]) for sample, name in zip(samples, sorted(received), strict=True))
+    del fetched, received
     chunks = []
     with watch.timed(f"get in {chunk}s"):
         for _ in range(len(samples) // chunk):
@@ -89,7 +89,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=256)
     options.add_argument("--chunk", type=int, default=16)
     options.add_argument("--repeats", type=int, default=9)
-    options.add_argument("--length", type=int, help="of all responses, else 512 to 4,096")
+    options.add_argument("--length", type=int, help="tokens of every response; by default 512 to 4,096")
     chosen = options.parse_args()
     lengths = {"shortest": chosen.length, "longest": chosen.length} if chosen.length else {}
     samples = grpo_samples(chosen.rows, **lengths)

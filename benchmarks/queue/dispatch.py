@@ -1,9 +1,9 @@
-"""MindSpeed RL's dispatch of a batch over links of a given speed, with one storage unit and with four (its eq. 4).
+"""MindSpeed RL's dispatch of a batch over links of limited speed, with one storage unit and with four (its eq. 4).
 
-384 prompts of 16 responses are 2.91 GiB to move (``volume``), which takes 9.92 s at 300 MiB/s: Table 1 of the paper.
-Here it is 1/32 of the prompts over links of 1/32 of the speed, real bytes between namespaces, each unit
-behind a link of its own. The formula adds what is written and what is read, so a stage first reads all of its batches
-and then writes them: the two directions of a link never carry at once.
+384 prompts with 16 responses each are 2.91 GiB to move (``volume``), which takes 9.92 s at 300 MiB/s: Table 1 of the
+paper. This benchmark moves real bytes of 1/32 of the prompts over links with 1/32 of the speed, between namespaces;
+each unit has its own link. The formula adds the bytes of writes and reads. A stage therefore first reads all of its
+batches and then writes them, so that a link never carries data in both directions at the same time.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ SCALE = 32
 G, N = 384 // SCALE, 16
 BATCH = 6
 LINK = 300 * 2**20 / SCALE
-"""Bytes a second."""
+"""The speed of a link in bytes per second."""
 HEADERS = 1.012
-"""Bytes on the link for each of the payload, in packets of 9,000 bytes; TLS records have 22 in 16 KiB."""
+"""Bytes on the link per byte of payload, with packets of 9,000 bytes; TLS adds 22 bytes per 16 KiB."""
 THREADS = 16
 CALL_S = 120.0
 
 
 def volume() -> int:
-    """Return TCV, in bytes (the paper's §3.1: G N B (2 PL + 3 n SL + 8 M))."""
+    """Return the total communication volume (TCV), in bytes (the paper's §3.1: G N B (2 PL + 3 n SL + 8 M))."""
     return G * N * CELL * (2 * PROMPT + 3 * COLUMNS * RESPONSE + 8 * SCALARS)
 
 
 def dispatch(queue: BlockingQueue, partition: str) -> float:
-    """Move one batch of the algorithm through all of its stages; return the seconds."""
+    """Move one batch through all stages of the algorithm; return the seconds."""
     tasks = {**READS, "update": list(READS)}
     queue.declare(
         [TaskSpec(partition=partition, name=name, needs=needs, lease_s=60.0) for name, needs in tasks.items()],
@@ -81,7 +81,7 @@ def _all(results: Iterable[None]) -> None:
 
 
 def measure(handle: Handle) -> float:
-    """Dispatch twice; the first time memory is touched that a hypervisor may give slowly."""
+    """Dispatch twice and return the second time, because a hypervisor may be slow to provide memory on first use."""
     with handle.connect() as queue:
         for partition in ("warm", "dispatch"):
             seconds = dispatch(queue, partition)
@@ -90,7 +90,7 @@ def measure(handle: Handle) -> float:
 
 
 def run(units: int, implementation: str) -> None:
-    """Make the network and the servers, and the client in it."""
+    """Create the network, start the servers in it, and run the client in it."""
     with capped_links(guests=units, bits_per_s=8 * HEADERS * LINK, both_ways=True, mtu=9000) as network:
 
         def host(name: str) -> str:

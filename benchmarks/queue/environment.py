@@ -1,8 +1,9 @@
-"""The peer's own environment, made once: ``.bench/peer`` holds TransferQueue and what it needs and we have not.
+"""The virtual environment of TransferQueue, created once in ``.bench/peer``.
 
-torch is large: the environment looks for it, and for whatever else is missing in it, in the one that runs this.
+It contains only packages that the running environment lacks. Others, such as torch, which is large, are imported from
+the running environment.
 
-Invariant: an environment is whole or absent; making it changes nothing outside ``.bench``.
+Invariant: an environment is complete or absent, and its creation changes nothing outside ``.bench``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ RAY_ENV = {
     "TQ_NUM_THREADS": "1",
     "TQ_LOGGING_LEVEL": "ERROR",
 }
-"""What the peer needs on a machine with fewer processors than it asks of Ray (the shared ``env.sh``)."""
+"""Variables that TransferQueue needs on a machine with fewer CPUs than it requests from Ray."""
 
 
 def peer_python(folder: Path = _ROOT / ".bench") -> Path:
-    """Return the interpreter that can import the peer, making its environment if needed."""
+    """Return the interpreter that can import TransferQueue; create its environment if necessary."""
     home = folder / "peer"
     python, stamp = home / "bin" / "python", home / PEER
     if not stamp.exists():
@@ -48,7 +49,7 @@ def peer_python(folder: Path = _ROOT / ".bench") -> Path:
 
 
 def prepare_libraries() -> None:
-    """Make this process and its children find what Mooncake and Redis need of Debian (``hack/debian.py``)."""
+    """Make this process and its children find the Debian packages of Mooncake and Redis (``hack/debian.py``)."""
     sys.path.append(str(_ROOT / "hack"))
     import debian
 

@@ -2,10 +2,10 @@
 
     python fault_clients.py KIND ADDRESS CERTIFICATE FOLDER INDEX ATTEMPT
 
-Each is a process, and writes what it does to a diary in FOLDER, a line when it is done: ``diary`` reads them.
+Each client is a process, and writes a line to a diary in FOLDER after each action; ``diary`` reads them.
 
-Invariant: the values of a row follow from its number, and every process checks those that it gets. The trainer counts a
-row by what it holds, in an array that is part of the checkpoint; what the queue says of the row is not asked.
+Invariant: the values of a row are a function of its number, and every process checks the values that it receives. The
+trainer identifies a row by its values, not by the queue's metadata, and counts it in an array of the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from asyncflow.rpc.tls import Credentials
 P = "faults"
 LEASE_S = 2.5
 SAMPLES, GROUPS = 4, 6
-"""Samples of a prompt, prompts of a step."""
+"""The number of samples of a prompt, and of prompts in a step."""
 RANKS, PRODUCERS = 2, 2
 CHECKPOINT_STEPS = 2
 CHAIN = {"rollout": ("prompt", "response"), "reward": ("response", "reward"), "reference": ("reward", "reference")}
-"""What each consumer reads and writes."""
+"""The column that each consumer reads, and the column that it writes."""
 TASKS = [
     *(TaskSpec(partition=P, name=n, needs=[a], writes=[b], lease_s=LEASE_S) for n, (a, b) in CHAIN.items()),
     TaskSpec(partition=P, name="train", needs=["reference"], kind="gang"),
 ]
 ROWS_LOST = 3
-"""Status of a rank whose rows were lost under it: the gang begins anew, as a job's trainer does."""
+"""The exit status of a rank whose rows were lost while it used them: the gang restarts, as a job's trainer does."""
 _CALL_S = 90.0
 _IDLE_S = 3.0
 _WORK_S, _TRAIN_S = 0.15, 0.02
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 def diary(folder: Path, member: str, attempt: int) -> list[Line]:
-    """Return what an attempt of a member has written."""
+    """Return the lines that an attempt of a member wrote."""
     file = _diary_file(folder, member, attempt)
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, list[Path]]:
-    """Return the step of the newest checkpoint that all ranks of one attempt have written, and their files."""
+    """Return the step and the files of the newest checkpoint that all ranks of one attempt have written."""
     found: dict[tuple[int, str], list[Path]] = {}
     for file in folder.glob("step-*.rank-*.npy"):
         step, attempt, _rank, _ = file.name.split(".")
@@ -80,18 +80,18 @@ def expected(column: str, number: int) -> list[int]:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Make a file appear whole."""
+    """Write a file atomically."""
     draft = path.with_name("draft-" + path.name)
     draft.write_bytes(content)
     draft.rename(path)
 
 
 async def produce(queue: QueueClient, say: Callable[..., None], folder: Path, index: int, _attempt: int) -> None:
-    """Create every prompt that is wanted now, half of them each; those that were lost again."""
+    """Create this producer's half of the prompts, and create lost prompts again."""
 
     async def create(serials: Sequence[int], did: str) -> None:
-        mine = [serial for serial in serials if serial % PRODUCERS == index]
-        for step, some in groupby(mine, key=lambda serial: 1 + serial // GROUPS):
+        assigned = [serial for serial in serials if serial % PRODUCERS == index]
+        for step, some in groupby(assigned, key=lambda serial: 1 + serial // GROUPS):
             for part in batches(some, 4):
                 prompts = _column("prompt", [serial * SAMPLES + j for serial in part for j in range(SAMPLES)])
                 samples = Samples(serials=part, step=step)
@@ -111,7 +111,7 @@ async def produce(queue: QueueClient, say: Callable[..., None], folder: Path, in
 
 
 async def consume(task: str, queue: QueueClient, say: Callable[..., None]) -> None:
-    """Lease rows, work on them for a moment, complete them."""
+    """Lease rows, work on them for a short time, and complete them."""
     needs, writes = CHAIN[task]
     while True:
         claimed = await _soon(queue.claim(partition=P, task=task, max_rows=4, timeout=_IDLE_S))
@@ -134,7 +134,7 @@ async def consume(task: str, queue: QueueClient, say: Callable[..., None]) -> No
 
 
 async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank: int, attempt: int) -> None:
-    """Count the rows of one rank's slots; write the counts with every checkpoint, which rank 0 then commits."""
+    """Count the rows in the slots of one rank; write the counts to every checkpoint, which rank 0 then commits."""
     step, files = newest_checkpoint(folder)
     counts: Counts = np.load(files[rank]) if files else np.zeros(0, np.int64)
     await queue.begin(partition=P, attempt=attempt, step=step, world=RANKS, timeout=_CALL_S)
@@ -143,17 +143,17 @@ async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank
         step, slot, last = step + 1, 0, False
         while not last:
             place = {"step": step, "slot": slot, "rank": rank}
-            got = await _soon(queue.slot(partition=P, attempt=attempt, **place, tokens=_SLOT_WEIGHT, timeout=_IDLE_S))
-            if got is None:
+            found = await _soon(queue.slot(partition=P, attempt=attempt, **place, tokens=_SLOT_WEIGHT, timeout=_IDLE_S))
+            if found is None:
                 say("waited")
                 continue
-            columns = await queue.fetch(got.rows, list(_COLUMNS), timeout=_CALL_S)
+            columns = await queue.fetch(found.rows, list(_COLUMNS), timeout=_CALL_S)
             numbers = _numbers("prompt", columns["prompt"])
             assert all(_numbers(name, columns[name]) == numbers for name in _COLUMNS)
             counts = _sum(counts, np.bincount(numbers))
             say("counted", step=step, rows=numbers)
             await asyncio.sleep(_TRAIN_S)
-            slot, last = slot + 1, got.last
+            slot, last = slot + 1, found.last
         await queue.step_done(partition=P, attempt=attempt, step=step, rank=rank, timeout=_CALL_S)
         if step % CHECKPOINT_STEPS:
             continue
@@ -168,7 +168,7 @@ async def train(queue: QueueClient, say: Callable[..., None], folder: Path, rank
 
 
 async def _soon(waiting: Awaitable[T]) -> T | None:
-    """Return what comes; None where the controller was away for longer than was to be waited."""
+    """Return the result; None if the controller was unreachable until the deadline."""
     try:
         return await waiting
     except DeadlineExceeded:
@@ -183,7 +183,7 @@ def _column(name: str, numbers: Sequence[int]) -> Jagged:
 
 
 def _numbers(name: str, column: Jagged) -> list[int]:
-    """Return the number that each row of a column holds; all of its values must be those of that row."""
+    """Return the number of each row of a column. Raises AssertionError if the values of a row are wrong."""
     rows = [column.row(i).tolist() for i in range(len(column.offsets) - 1)]
     for row in rows:
         assert row == expected(name, row[0]), f"{name} holds {row}"
@@ -198,7 +198,7 @@ def _sum(some: Counts, others: Counts) -> Counts:
 
 
 def total_counts(files: Sequence[Path]) -> Counts:
-    """Return how often all ranks together have counted each row."""
+    """Return the sum of all ranks' counts of each row."""
     total: Counts = np.zeros(0, np.int64)
     for file in files:
         total = _sum(total, np.load(file))

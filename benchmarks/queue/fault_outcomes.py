@@ -1,9 +1,9 @@
-"""Outcome of each fault, found in the diaries of the clients when all is over.
+"""The outcome of each fault, derived from the diaries of the clients after the run.
 
 Times are of one monotonic clock, which all processes of a machine share.
 
-Invariant: judging reads files and changes nothing; a time says from when a process was hit until somebody else, or its
-successor, had done what it did before.
+Invariant: the evaluation only reads files. The time of an outcome is the time from the fault of a process until another
+process, or its successor, has done the same work again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from pathlib import Path
 from fault_clients import CHAIN, LEASE_S, Line, diary
 
 HOLDERS = ("unit", "holder", "master")
-"""Who has rows to lose."""
+"""The kinds of processes that store rows, so that their end loses rows."""
 WITHIN_S = LEASE_S + 30.0
-"""Most time to an outcome where nothing else is hit meanwhile: a lease, and what a busy machine takes to go on."""
+"""The longest accepted time to an outcome without another fault meanwhile: a lease, and the delay of a busy machine."""
 _BACK_S = 3.0
-"""What it takes until a process that was killed serves again, with some to spare."""
+"""An upper bound of the time until a killed process serves again."""
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """attempt: which of the member's was hit, at a monotonic time; seconds: for how long it was stopped; over: when
-    the next of those faults came that lose rows."""
+    """A fault of one process.
+
+    attempt: of the member; at: the monotonic time; seconds: the duration of a stop; over: the time of the next fault
+    that loses rows.
+    """
 
     kind: str
     action: str
@@ -41,7 +44,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Return the outcome of a fault, in words, and how long that took; None where nothing had to happen."""
+    """The outcome of a fault. seconds: the time until it; None if nothing had to happen."""
 
     fault: Fault
     words: str
@@ -60,25 +63,25 @@ def judge(faults: Sequence[Fault], folder: Path) -> list[Outcome]:
 
 
 def late_writes(folder: Path) -> list[str]:
-    """Look for rows that were completed by somebody although another had been given them after him."""
+    """Return the accepted completions of rows that another consumer had claimed after the one that completed them."""
     diaries = _Diaries(folder)
-    given: dict[tuple[str, int], list[tuple[int, float, str]]] = defaultdict(list)
+    claims: dict[tuple[str, int], list[tuple[int, float, str]]] = defaultdict(list)
     for line in diaries.did["claimed"]:
         for row, tries in zip(line["ids"], line["tries"], strict=True):
-            given[line["kind"], row].append((tries, line["t"], line["who"]))
+            claims[line["kind"], row].append((tries, line["t"], line["who"]))
     found = []
     for line in diaries.did["completed"]:
         for row, ok in zip(line["ids"], line["ok"], strict=True):
-            had = given[line["kind"], row]
-            mine = max((tries for tries, _, who in had if who == line["who"]), default=-1)
-            later = [who for tries, at, who in had if tries > mine and at < line["t"]]
+            holders = claims[line["kind"], row]
+            own = max((tries for tries, _, who in holders if who == line["who"]), default=-1)
+            later = [who for tries, at, who in holders if tries > own and at < line["t"]]
             if ok and later:
-                found.append(f"{line['who']} completed row {row} that {later[0]} had been given after it")
+                found.append(f"{line['who']} completed row {row}, which {later[0]} had claimed after it")
     return found
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return all outcomes as text: by kind and action, how often each came and how long it took."""
+    """Return a table with the number and the times of the outcomes of each kind and action."""
     rows = [("process", "fault", "outcome", "times", "median s", "longest s", "longest s, nothing else hit meanwhile")]
     faults = [outcome.fault for outcome in outcomes]
     groups: defaultdict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
@@ -94,7 +97,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def slowest(outcomes: Sequence[Outcome], count: int = 5) -> list[str]:
-    """Say what took longest, and what else was hit meanwhile."""
+    """Return the slowest outcomes, with the other faults meanwhile."""
     faults = [outcome.fault for outcome in outcomes]
     timed = sorted((outcome for outcome in outcomes if outcome.seconds), key=lambda outcome: -(outcome.seconds or 0))
     return [
@@ -105,7 +108,7 @@ def slowest(outcomes: Sequence[Outcome], count: int = 5) -> list[str]:
 
 
 def too_late(outcomes: Sequence[Outcome]) -> list[str]:
-    """Name the outcomes that took longer than they may although nothing else was hit meanwhile."""
+    """Return the outcomes that took too long although there was no other fault meanwhile."""
     faults = [outcome.fault for outcome in outcomes]
     return [
         f"{outcome.fault.member} {outcome.fault.action}: {outcome.words} only after {outcome.seconds:.1f} s, "
@@ -116,7 +119,7 @@ def too_late(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def meanwhile(outcome: Outcome, faults: Iterable[Fault]) -> list[Fault]:
-    """Return the other faults under which this one was got over: of servers, or of its own kind."""
+    """Return the other faults, of servers or of the same kind, during the recovery from this one."""
     fault = outcome.fault
     begins, ends = fault.at, fault.at + fault.seconds + (outcome.seconds or 0.0)
     near = [other for other in faults if other is not fault and other.kind in {"controller", *HOLDERS, fault.kind}]
@@ -129,7 +132,7 @@ def _in_words(other: Fault, fault: Fault) -> str:
 
 
 class _Diaries:
-    """The diaries of all clients: by file, and by what was done, in order of time."""
+    """The diaries of all clients, by file, and by action in chronological order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -146,18 +149,18 @@ class _Diaries:
         return diary(self._folder, fault.member, fault.attempt)
 
     def next(self, after: float, did: str, kind: str = "") -> float | None:
-        """Return how long after that time somebody did something."""
+        """Return the seconds from ``after`` to the next action ``did``, of any client or of one kind."""
         times = (line["t"] for line in self.did[did] if line["t"] > after and kind in ("", line["kind"]))
         found = next(times, None)
         return None if found is None else found - after
 
     def next_of(self, member: str, after: float) -> float | None:
-        """Return how long after that time a producer had done all there was to do."""
+        """Return the seconds from ``after`` until a producer had no more work."""
         found = next((line["t"] for line in self.did["waited"] if line["t"] > after and line["member"] == member), None)
         return None if found is None else found - after
 
     def last(self, after: float, did: str, *, before: float) -> float | None:
-        """Return how long after one time, and before another, somebody did something for the last time."""
+        """Return the seconds from ``after`` to the last action ``did`` before ``before``."""
         times = [line["t"] for line in self.did[did] if after < line["t"] < before]
         return times[-1] - after if times else None
 
@@ -165,46 +168,47 @@ class _Diaries:
 def _outcome(fault: Fault, diaries: _Diaries) -> Outcome:
     if fault.kind in CHAIN:
         return _of_consumer(fault, diaries)
-    goes_on = fault.at + fault.seconds
+    resumed = fault.at + fault.seconds
     if fault.kind == "producer":
         words = "went on" if fault.action == "stop" else "its successor creates what is to be created"
-        after = diaries.next_of(fault.member, goes_on)
+        after = diaries.next_of(fault.member, resumed)
     elif fault.kind == "trainer":
         words = "the gang counts on" if fault.action == "stop" else "the gang counts again, from its checkpoint"
-        after = diaries.next(goes_on, "counted")
+        after = diaries.next(resumed, "counted")
     elif fault.action == "kill" and fault.kind in HOLDERS:
         words, after = "its rows are made again", diaries.last(fault.at, "created again", before=fault.over)
         if after is None:
             words = "it held no rows that were wanted"
     else:
-        words, after = "rows are claimed again", diaries.next(goes_on, "claimed")
+        words, after = "rows are claimed again", diaries.next(resumed, "claimed")
     return Outcome(fault=fault, words=words, seconds=after)
 
 
 def _of_consumer(fault: Fault, diaries: _Diaries) -> Outcome:
-    """Say who had the rows that a consumer held when it was hit."""
+    """Return the outcome for the rows that a consumer held at the time of the fault."""
     held: list[int] = []
     for line in diaries.of(fault):
         if line["t"] < fault.at:
             held = line["rows"] if line["did"] == "claimed" else []
     if not held:
         return Outcome(fault=fault, words="held no row", seconds=None)
-    had: dict[int, float] = {}
+    claimed_again: dict[int, float] = {}
     made_again = False
     for line in diaries.did["claimed"]:
         if line["kind"] == fault.kind and line["t"] > fault.at:
             for row, tries in zip(line["rows"], line["tries"], strict=True):
                 if row in held and tries > 0:
-                    had.setdefault(row, line["t"] - fault.at)
+                    claimed_again.setdefault(row, line["t"] - fault.at)
                 made_again |= row in held and tries == 0
-    verdicts = next((line["ok"] for line in diaries.of(fault) if _answers(line, held, fault)), [False])
-    if all(verdicts):
+    results = next((line["ok"] for line in diaries.of(fault) if _answers(line, held, fault)), [False])
+    if all(results):
         words = "completed in time"
-    elif had:
+    elif claimed_again:
         words = "back too late: fenced, another had its rows" if fault.action == "stop" else "another had its rows"
     else:
         words = "its rows were lost with their unit, made again" if made_again else "its rows were complete already"
-    return Outcome(fault=fault, words=words, seconds=max(had.values(), default=None) if not all(verdicts) else None)
+    seconds = max(claimed_again.values(), default=None) if not all(results) else None
+    return Outcome(fault=fault, words=words, seconds=seconds)
 
 
 def _answers(line: Line, held: list[int], fault: Fault) -> bool:
@@ -212,5 +216,5 @@ def _answers(line: Line, held: list[int], fault: Fault) -> bool:
 
 
 def by_kind(faults: Iterable[Fault]) -> dict[str, int]:
-    """Return how many faults of each kind there were."""
+    """Return the number of faults of each kind and action."""
     return dict(Counter(f"{fault.kind} {fault.action}" for fault in faults))

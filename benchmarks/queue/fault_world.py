@@ -1,7 +1,7 @@
-"""All processes of the fault test, and what is done to them: killed and started again, or stopped for a while.
+"""All processes of the fault test, and their faults: they are killed and restarted, or stopped for a while.
 
-Invariant: a process is hit only when it is at work; what ended by itself is started again and is a problem, but for a
-gang whose rows were lost.
+Invariant: a fault hits only a working process. A process that ended by itself is restarted and reported as a problem,
+except for a gang whose rows were lost.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ HERE = Path(__file__).parent
 CLIENTS = {"producer": PRODUCERS, **dict.fromkeys(CHAIN, 2), "trainer": RANKS}
 ACTIONS = ("kill", "stop")
 BACK_S = 60.0
-"""Most time until a process that was hit, or whoever took its place, is at work again."""
+"""The longest accepted time until a process, or its successor, works again after a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Faults to be done. count: how many; pause: seconds between them, from and to; alone: each only when the last one
-    was got over; kinds: of the processes to hit, all of them for none.
+    """The planned faults.
+
+    count: the number of faults; pause: the shortest and longest seconds between them; alone: whether each waits for the
+    recovery from the previous one; kinds: of the processes to hit, all if empty.
     """
 
     count: int
@@ -44,7 +46,7 @@ class Plan:
 
 @dataclass
 class Client:
-    """A process that is no server. mark: size of its diary at its last fault, which it must outgrow."""
+    """A client process. mark: the size of its diary at its last fault; the client works if the diary is larger."""
 
     kind: str
     index: int
@@ -59,7 +61,7 @@ class Client:
 
 @dataclass
 class World:
-    """Everything that runs. stopped: members that do not now; away: those that will be started."""
+    """All processes of a test. stopped: members under SIGSTOP; away: members that will be restarted."""
 
     made: Servers
     folder: Path
@@ -95,7 +97,7 @@ class World:
         return file.stat().st_size if file.exists() else 0
 
     async def at_work(self, name: str) -> bool:
-        """Tell whether a member serves, or has done something since its last fault."""
+        """Return whether a server is ready, or a client has acted since its last fault."""
         if name in self.stopped or name in self.away:
             return False
         if name in self.clients:
@@ -107,7 +109,7 @@ class World:
         return [name for name in names if name.rstrip("0123456789") == kind]
 
     def soon(self, seconds: float, name: str, places: set[str], act: Callable[[], None]) -> None:
-        """Do something to a member in a while. places: where it stands until then."""
+        """Call ``act`` after ``seconds``. The member ``name`` is in the set ``places`` until then."""
 
         async def do() -> None:
             await asyncio.sleep(seconds)
@@ -120,7 +122,7 @@ class World:
 
 
 async def hit(world: World, kind: str, action: str) -> bool:
-    """Do one fault; False where nobody of that kind can be hit now."""
+    """Cause one fault; return False if no process of that kind can be hit now."""
     if kind == "trainer" and world.committed <= world.trained_at_fault:
         return False
     fit = [name for name in world.of_kind(kind) if await world.at_work(name)]
@@ -138,7 +140,7 @@ async def hit(world: World, kind: str, action: str) -> bool:
         fault.seconds = world.dice.uniform(1.2, 2.4) * LEASE_S if long else world.dice.uniform(0.1, 1.0)
         process = world.process(name)
         process.send_signal(signal.SIGSTOP)
-        world.soon(fault.seconds, name, world.stopped, partial(go_on, world, name, process))
+        world.soon(fault.seconds, name, world.stopped, partial(resume, world, name, process))
     elif kind == "trainer":
         restart_gang(world)
     else:
@@ -147,8 +149,8 @@ async def hit(world: World, kind: str, action: str) -> bool:
     return True
 
 
-def go_on(world: World, name: str, process: subprocess.Popen[bytes]) -> None:
-    """Continue a process that was stopped, if it was not killed meanwhile."""
+def resume(world: World, name: str, process: subprocess.Popen[bytes]) -> None:
+    """Resume a stopped process unless it was killed meanwhile."""
     if world.process(name) is process and process.poll() is None:
         if name in world.clients:
             world.clients[name].mark = world.diary_size(world.clients[name])
@@ -170,14 +172,14 @@ def end(world: World, name: str) -> None:
 
 
 def restart_gang(world: World) -> None:
-    """End all ranks, and start their next attempt in a moment: ranks start and end together."""
+    """End all ranks, and start their next attempt shortly afterwards: ranks start and end together."""
     for name in world.of_kind("trainer"):
         end(world, name)
         world.soon(0.1, name, world.away, partial(start, world, name))
 
 
 async def cause_faults(world: World, plan: Plan) -> None:
-    """Do what is planned; every kind and action in turn before any comes again."""
+    """Cause the planned faults. Every kind and action occurs once before any occurs again."""
     kinds = plan.kinds or sorted({name.rstrip("0123456789") for name in [*world.clients, *world.made.processes]})
     bag: list[tuple[str, str]] = []
     while len(world.faults) < plan.count:
@@ -193,7 +195,7 @@ async def cause_faults(world: World, plan: Plan) -> None:
 
 
 async def look_after(world: World) -> NoReturn:
-    """Start a gang anew whose rows were lost; take note of clients that failed, and of who does not come back."""
+    """Restart a gang whose rows were lost; record processes that failed or do not recover."""
     while True:
         await asyncio.sleep(0.1)
         for name in [*world.clients, *world.made.processes]:
@@ -215,7 +217,7 @@ async def look_after(world: World) -> NoReturn:
 
 @contextlib.contextmanager
 def clients_of(world: World) -> Iterator[None]:
-    """Run the clients, and end them; continue the servers that are stopped."""
+    """Run the clients during the context; at its end, kill them and resume stopped servers."""
     try:
         for kind, count in CLIENTS.items():
             for index in range(count):

@@ -1,17 +1,16 @@
-"""Kills and stops processes of a queue at random, then asks whether every row was counted once, and how long all took.
+"""Kill and stop random processes of a queue, then check that every row was counted once, and measure recovery times.
 
     python benchmarks/queue/faults.py --faults 200 --seed 1
     python benchmarks/queue/faults.py --faults 60 --seed 2 --backend mooncake
     python benchmarks/queue/faults.py --faults 42 --seed 1 --alone --pause 4 5
     python benchmarks/queue/faults.py --faults 200 --seed 3 --controllers 3
 
-A queue that stands alone serves three tasks in a row and a gang of two ranks that counts rows into its checkpoints.
-Faults (SIGKILL, or SIGSTOP for a while, often longer than a lease) hit all kinds of processes in turn, in seeded order;
-a process is left alone until it is at work again, and the trainer until it has committed a step since its last fault.
+A stand-alone queue serves three tasks in sequence and a gang of two ranks that counts rows in its checkpoints. Faults
+(SIGKILL, or SIGSTOP for a while, often longer than a lease) hit all kinds of processes in turn, in a seeded order. A
+process is not hit again before it works again; the trainer is not hit again before it has committed another step.
 
-The witness is the array of counts in the surviving checkpoint, which must be 1 everywhere; the ledger's audit must
-agree. Exit status 1 where it is not so, where a client failed by itself, where anything did not come back, or where a
-fault that came alone was got over too late.
+The counts in the final checkpoint must all be 1, and the ledger's audit must agree. The exit status is 1 if they are
+not, if a client failed by itself, if a process did not recover, or if the recovery from a single fault took too long.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.rpc.tls import Credentials
 
 AHEAD = 8
-"""Steps that are open beyond the last that was committed."""
+"""The number of open steps after the last committed step."""
 CALL_S = 90.0
 
 
 async def drive(world: World, queue: QueueClient, over: asyncio.Event) -> int:
-    """Open steps as long as faults come; give the last one, when it is committed."""
+    """Open steps until the faults are over; return the last step after it is committed."""
     opened = 0
     while True:
         world.committed = (await queue.snapshot(partition=P, timeout=CALL_S)).last_committed_step
@@ -69,7 +68,7 @@ def publish_goal(folder: Path, steps: int) -> None:
 
 
 async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], list[Outcome], dict[str, object]]:
-    """Run everything; give the problems, what became of each fault, and the figures."""
+    """Run the test; return the problems, the outcome of each fault, and the figures."""
     folder = made.folder / "clients"
     folder.mkdir()
     world = World(made, folder, random.Random(chosen.seed))
@@ -81,11 +80,11 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
         with clients_of(world):
             driving = asyncio.create_task(drive(world, queue, over))
             watching = asyncio.create_task(look_after(world))
-            troubling = asyncio.create_task(cause_faults(world, plan))
+            faulting = asyncio.create_task(cause_faults(world, plan))
             try:
                 async with asyncio.timeout(chosen.most):
-                    await asyncio.wait([driving, watching, troubling], return_when=asyncio.FIRST_COMPLETED)
-                    await troubling
+                    await asyncio.wait([driving, watching, faulting], return_when=asyncio.FIRST_COMPLETED)
+                    await faulting
                     over.set()
                     await asyncio.wait([driving, watching], return_when=asyncio.FIRST_COMPLETED)
                     steps = await driving
@@ -93,9 +92,9 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
                     await asyncio.sleep(0.1)
             except TimeoutError:
                 steps = world.committed
-                world.problems.append(f"{len(world.faults)} faults and {steps} steps were all in {chosen.most:.0f} s")
+                world.problems.append(f"only {len(world.faults)} faults and {steps} steps in {chosen.most:.0f} s")
             finally:
-                for task in (driving, watching, troubling, *world.pending):
+                for task in (driving, watching, faulting, *world.pending):
                     task.cancel()
         await queue.close_partition(partition=P, step=steps, timeout=CALL_S)
     rows, seconds = steps * GROUPS * SAMPLES, round(time.monotonic() - began)
@@ -111,7 +110,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
 
 
 def count_errors(folder: Path, steps: int) -> list[str]:
-    """Look at the counts of the surviving checkpoint."""
+    """Return the errors in the counts of the final checkpoint."""
     step, files = newest_checkpoint(folder)
     counts = total_counts(files)
     wrong = np.flatnonzero(counts != 1)
@@ -128,11 +127,11 @@ def main() -> int:
     parser.add_argument("--backend", choices=["memory", "mooncake", "redis"], default="memory")
     parser.add_argument("--controllers", type=int, default=1)
     parser.add_argument("--units", type=int, default=2)
-    parser.add_argument("--pause", type=float, nargs=2, default=(0.2, 1.0), help="seconds between faults, from and to")
-    parser.add_argument("--kinds", nargs="+", help="of processes to hit, all if not given: controller, unit, ...")
+    parser.add_argument("--pause", type=float, nargs=2, default=(0.2, 1.0), help="range of seconds between faults")
+    parser.add_argument("--kinds", nargs="+", help="kinds of processes to hit, such as unit; by default all")
     parser.add_argument("--keep", type=Path, help="copy ledger, logs and diaries into this new folder")
-    parser.add_argument("--alone", action="store_true", help="wait until the last fault is got over before the next")
-    parser.add_argument("--most", type=float, default=1800.0, help="seconds for all of it")
+    parser.add_argument("--alone", action="store_true", help="wait for recovery before the next fault")
+    parser.add_argument("--most", type=float, default=1800.0, help="time limit of the test in seconds")
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sizes = {"controllers": chosen.controllers, "units": chosen.units, "bytes_per_unit": "64Mi"}

@@ -1,4 +1,4 @@
-"""Resident memory of a controller and a unit that have nothing to do."""
+"""Resident memory of an idle controller and an idle unit."""
 
 from __future__ import annotations
 

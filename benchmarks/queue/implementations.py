@@ -1,7 +1,7 @@
-"""The implementations that are compared: one interface, and AsyncFlow's queue behind it as its users call it.
+"""The compared implementations: their common interface, and AsyncFlow's queue behind it, called as users call it.
 
-Contract of every implementation: rows become visible when ``put`` has returned at the latest, never half a row; a claim
-returns exactly the rows asked for, or None and takes none; no row is given to a task twice.
+Every implementation guarantees: a row becomes visible as a whole, at the latest when ``put`` returns. A claim returns
+exactly the requested number of rows, or returns None and takes no row. A task receives no row twice.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ KINDS = {
     "raw sockets": "raw_sockets:RawSockets",
     "TransferQueue": "transferqueue:TransferQueue",
 }
-"""By the heading of their column: module and class."""
+"""Module and class of each implementation, by the heading of its column."""
 RAW, PEER = "raw sockets", "TransferQueue"
 
 
 class Implementation(ABC):
-    """A queue, with its servers in the process that called ``start``, else with a client alone (``attach``)."""
+    """A queue. The process that calls ``start`` owns the servers; a process that calls ``attach`` is only a client."""
 
     @abstractmethod
     def start(self, *, units: int, tasks: Mapping[str, Sequence[str]]) -> Any:
-        """Start servers, and return what other processes attach by. tasks: the columns that each needs."""
+        """Start servers, and return the handle for ``attach``. tasks: the columns that each task needs."""
 
     @abstractmethod
     def attach(self, handle: Any) -> None:
-        """Be a client of servers that another process has started."""
+        """Become a client of servers that another process has started."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was started here."""
+        """End the servers and clients that this object started."""
 
     @property
     @abstractmethod
@@ -65,22 +65,22 @@ class Implementation(ABC):
 
     @abstractmethod
     def put(self, partition: str, packed: Any) -> Any:
-        """Put rows; return what names them."""
+        """Put rows; return their names for ``write``."""
 
     @abstractmethod
     def write(self, rows: Any, packed: Any) -> None:
-        """Add columns to rows: to those that were put here, or that a claim returned."""
+        """Add columns to rows that this client put or claimed."""
 
     @abstractmethod
     def claim(self, partition: str, task: str, count: int, *, timeout: float) -> Any | None:
-        """Take rows that have all columns of the task; None where ``timeout`` seconds brought too few."""
+        """Take rows with all columns of the task; None if there are too few within ``timeout`` seconds."""
 
     @abstractmethod
     def fetch(self, rows: Any, columns: Sequence[str]) -> Any:
         """Read columns of rows."""
 
-    def acknowledge(self, rows: Any) -> None:  # noqa: B027 - where a claim is all that there is to say
-        """Say that rows that a claim returned were used, where nothing is written to them."""
+    def acknowledge(self, rows: Any) -> None:  # noqa: B027 - optional: without leases, a claim needs no acknowledgement
+        """Acknowledge claimed rows without writing to them."""
 
     @abstractmethod
     def clear(self, partition: str) -> None:
@@ -92,7 +92,7 @@ class Implementation(ABC):
 
 
 def implementation(kind: str) -> Implementation:
-    """Make one by its heading."""
+    """Return the implementation with this heading."""
     module, name = KINDS[kind].split(":")
     made: Implementation = getattr(importlib.import_module(module), name)()
     return made
@@ -100,7 +100,7 @@ def implementation(kind: str) -> Implementation:
 
 @dataclass(frozen=True)
 class Put:
-    """Rows that this client has put, by their ids."""
+    """The ids of rows that this client put."""
 
     rows: list[int]
 
@@ -112,7 +112,7 @@ class _Attached:
 
 
 class AsyncFlow(Implementation):
-    """AsyncFlow in memory, over TCP, in processes of its own; leases of 30 s, the ledger in ``interval``."""
+    """AsyncFlow in memory, over TCP, in separate processes, with leases of 30 s and the ledger in ``interval``."""
 
     backend: ClassVar[str] = "memory"
     secured: ClassVar[bool] = False
@@ -193,24 +193,24 @@ class AsyncFlow(Implementation):
 
 
 class Secured(AsyncFlow):
-    """With certificates: every connection is authenticated and encrypted."""
+    """AsyncFlow with certificates: every connection is authenticated and encrypted."""
 
     secured = True
 
 
 class SharedMemory(AsyncFlow):
-    """Between processes of one host through shared memory, as it is by default."""
+    """AsyncFlow with shared memory between processes of one host, as by default."""
 
     shared_memory = True
 
 
 class SecuredSharedMemory(SharedMemory):
-    """With certificates, which encrypt nothing within a host."""
+    """AsyncFlow with shared memory and certificates, which encrypt nothing within a host."""
 
     secured = True
 
 
 class OnMooncake(AsyncFlow):
-    """On Mooncake Store over TCP: a master, and a holder a unit."""
+    """AsyncFlow on Mooncake Store over TCP: one master, and one holder per unit."""
 
     backend = "mooncake"

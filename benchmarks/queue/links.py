@@ -1,9 +1,9 @@
-"""Bandwidth of put and get over links capped at 100 MB/s, both ways, for 1 to 4 storage units in network namespaces.
+"""Bandwidth of put and get over links limited to 100 MB/s in both directions, for 1 to 4 units in network namespaces.
 
-Each unit lives in a namespace behind a link of its own, client and controller in the core. Threads put, then get,
-batches of 16 MB, so that all links have something to carry. Packets are of 9,000 bytes: two cores cannot cut 400 MB/s
-into small ones. All of it is done twice and the second time counts: memory that a unit touches for the first time is
-what a hypervisor may take longer to give than the link takes to fill it.
+Each unit is in a namespace with its own link; client and controller are in the core. Threads put, then get, batches of
+16 MiB, so that all links are busy. Packets have 9,000 bytes, because two cores cannot process 400 MB/s in small ones.
+The measurement runs twice and the second time counts, because a hypervisor may provide memory on its first use more
+slowly than the link fills it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALL_S = 120.0
 
 
 def measure(handle: Handle) -> dict[str, float]:
-    """Put and get all batches; give GB/s of both."""
+    """Put and get all batches; return the GB/s of both."""
     column = Jagged(
         np.random.default_rng(0).integers(0, 1 << 60, BATCH_BYTES // 8),
         np.arange(ROWS + 1) * (BATCH_BYTES // 8 // ROWS),
@@ -56,8 +56,8 @@ def _put_and_get(queue: BlockingQueue, partition: str, column: Jagged) -> dict[s
 
     def get(_number: int) -> None:
         rows = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, timeout=CALL_S).rows
-        got = queue.fetch(rows, ["x"], timeout=CALL_S)["x"]
-        assert np.array_equal(got.values, column.values)
+        fetched = queue.fetch(rows, ["x"], timeout=CALL_S)["x"]
+        assert np.array_equal(fetched.values, column.values)
         queue.complete(rows, {}, timeout=CALL_S)
 
     return {"put_GBps": _rate(put), "get_GBps": _rate(get)}
@@ -87,7 +87,7 @@ def run(units: int, implementation: str) -> None:
 
 
 def _client(made: Servers, network: Network, *, units: int, implementation: str) -> None:
-    """Run this program again as the client, in the core."""
+    """Run this program as the client, in the core's namespace."""
     argv = [sys.executable, __file__, implementation, "--units", str(units), *made.handle.words]
     subprocess.run(Network.within(network.core, argv), check=True, timeout=600, env=dict(os.environ))
 

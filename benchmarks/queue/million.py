@@ -1,8 +1,8 @@
-"""A million rows through the queue: put, claimed, fetched, acknowledged, freed, while no more than a window is held.
+"""Move a million rows through the queue: put, claim, fetch, acknowledge and free them, with little storage.
 
-Two producers and two consumers, each a process. Every row carries its number; each must arrive exactly once. The rate
-of each tenth and the resident memory of controller and unit at its end say whether anything grows: what waits is never
-more than the window, 16,384 rows, so after half of the rows nothing may.
+There are two producers and two consumers, each a process. Every row contains its number, and must arrive exactly once.
+The rate of each tenth, and the resident memory of controller and unit at its end, show whether anything grows. The unit
+stores at most 16,384 rows at a time, so nothing may grow after half of the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def produce(handle: Handle, first: int, rows: int) -> None:
 
 
 def consume(handle: Handle, seen: Queue[Any]) -> None:
-    """Take rows until there are none for a while; acknowledge them, which clears them."""
+    """Claim rows until there are none for 10 s, and acknowledge them, which clears them."""
     with handle.connect() as queue:
         while True:
             claimed = queue.claim(partition=PARTITION, task=TASK, max_rows=CLAIM, timeout=10.0)

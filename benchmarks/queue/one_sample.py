@@ -1,6 +1,6 @@
-"""Latency of one sample of 24.6 KB in six columns: put, a column written to it, claim with fetch; call after call.
+"""Latency of calls with one sample of 24.6 KB in six columns: put, write of a further column, claim with fetch.
 
-The sample is acknowledged before the next is claimed, and that does not count.
+A sample is acknowledged before the next is claimed, outside of the measured time.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _times(
     times = []
     for number in range(count):
         begun = time.perf_counter()
-        came = call(number)
+        result = call(number)
         times.append(time.perf_counter() - begun)
-        after(came)
+        after(result)
     return milliseconds(times)
 
 

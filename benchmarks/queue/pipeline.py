@@ -1,8 +1,8 @@
-"""Rows through rollout, reference and trainer, each a process of its own, one row at a time.
+"""Move rows one at a time through rollout, reference and trainer, each its own process.
 
-The rollout puts a row without its reference log-probs, the reference claims it and writes them, the trainer claims what
-is whole. ``--rate`` puts so many rows a second, else as fast as they go. Every row carries its number, by which losses
-and doubles are counted, and the time from its put to each claim.
+The rollout puts a row without its reference log-probs, the reference claims the row and writes them, and the trainer
+claims complete rows. ``--rate`` limits the rows per second; without it, they are put as fast as possible. Every row
+contains its number, which serves to count lost and doubled rows and to measure the time from its put to each claim.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ ATTACH_S, LAST_S = 120.0, 600.0
 CLAIM_S = 1.0
 
 Times = dict[int, float]
-"""Seconds of the machine's monotonic clock, which all processes share, by the number of a row."""
+"""Times of the machine's monotonic clock, which all processes share, by the number of a row."""
 
 
 def rollout(queue: Implementation, rows: int, rate: float) -> Times:
-    """Put all rows; return when each put began."""
+    """Put all rows; return the start time of each put."""
     samples = grpo_samples(DIFFERENT, seed=1)
     for sample in samples:
         del sample["ref_logp"]
     packed = [queue.pack([{**samples[row % DIFFERENT], "number": np.array([row])}]) for row in range(rows)]
-    yielded: Times = {}
+    started: Times = {}
     began = time.monotonic()
     for row in range(rows):
         if rate:
             time.sleep(max(0.0, began + row / rate - time.monotonic()))
-        yielded[row] = time.monotonic()
+        started[row] = time.monotonic()
         queue.put(PARTITION, packed[row])
-    return yielded
+    return started
 
 
 def reference(queue: Implementation, rows: int, _rate: float) -> Times:
-    """Write the missing column of each row; return when each was claimed."""
+    """Write the missing column of each row; return the time of each claim."""
     logprobs = np.random.default_rng(3).standard_normal(4096, dtype=np.float32)
     claimed: Times = {}
     for _ in range(rows):
@@ -61,18 +61,18 @@ def reference(queue: Implementation, rows: int, _rate: float) -> Times:
 
 
 def trainer(queue: Implementation, rows: int, _rate: float) -> Times:
-    """Read whole rows; return when each had come. Raises AssertionError for one that came twice."""
-    came: Times = {}
+    """Read complete rows; return the time at which each arrived. Raises AssertionError if a row arrives twice."""
+    arrived: Times = {}
     seen: Counter[int] = Counter()
     for _ in range(rows):
         taken = _claim(queue, "train")
         (sample,) = queue.unpack(queue.fetch(taken, TRAINED))
         number = int(sample["number"][0])
-        came[number] = time.monotonic()
+        arrived[number] = time.monotonic()
         seen[number] += 1
         queue.acknowledge(taken)
     assert max(seen.values()) == 1, seen.most_common(3)
-    return came
+    return arrived
 
 
 STAGES = {"rollout": rollout, "reference": reference, "trainer": trainer}
@@ -117,16 +117,16 @@ def run(kind: str, *, rows: int, rate: float) -> dict[str, object]:
             if stage.is_alive():
                 stage.terminate()
         queue.close()
-    times = {name: came for name, (came, _) in done.items()}
-    began, came = times["rollout"], times["trainer"]
+    times = {name: of_rows for name, (of_rows, _) in done.items()}
+    began, arrived = times["rollout"], times["trainer"]
     used_s = sum(served.values()) + sum(used for _, used in done.values())
     return {
-        "rows_per_s": round(rows / (max(came.values()) - min(began.values())), 1),
+        "rows_per_s": round(rows / (max(arrived.values()) - min(began.values())), 1),
         "put_to_claim_ms": milliseconds(_since(began, times["reference"])),
-        "end_to_end_ms": milliseconds(_since(began, came)),
+        "end_to_end_ms": milliseconds(_since(began, arrived)),
         "cpu_s_per_million_rows": round(1e6 * used_s / rows),
         "server_cpu_s_per_million_rows": round(1e6 * sum(served.values()) / rows),
-        "lost": rows - len(came),
+        "lost": rows - len(arrived),
     }
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("implementation")
     options.add_argument("--rows", type=int, default=6000)
-    options.add_argument("--rate", type=float, default=0.0, help="rows a second; 0: as fast as they go")
+    options.add_argument("--rate", type=float, default=0.0, help="rows per second; 0 for no limit")
     chosen = options.parse_args()
     figures = run(chosen.implementation, rows=chosen.rows, rate=chosen.rate)
     case = {"case": "pipeline", "implementation": chosen.implementation, "rows": chosen.rows, "rate": chosen.rate}

@@ -1,7 +1,7 @@
-"""Raw pyzmq sockets as a queue: the reference, to which all figures are ratios.
+"""Raw pyzmq sockets as a queue: the baseline of all ratios.
 
-One process behind one ROUTER socket keeps arrays in lists and hands them out: no leases, no ledger, no faults, nothing
-kept but the bytes. It tells what Python with zmq over TCP gives on this machine.
+One process with one ROUTER socket stores arrays in memory and returns them. It has no leases, no ledger and no fault
+tolerance. It shows the performance of Python with zmq over TCP on this machine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from implementations import CALL_S, Implementation
 from samples import Sample
 
 Packed: TypeAlias = dict[str, tuple[npt.NDArray[Any], list[int]]]
-"""By column: all values back to back, and the length of each row."""
+"""The concatenated values and the length of each row, by column."""
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.decode
 _IDLE_MS = 1000.0
 
 
 class Rows(NamedTuple):
-    """Rows of a partition, by their numbers in the order of their puts."""
+    """Rows of a partition, identified by numbers in the order of their puts."""
 
     partition: str
     numbers: list[int]
@@ -52,7 +52,9 @@ class _Waiting:
 
 @dataclass
 class _Partition:
-    """Cells by column and row; by task, how many columns each row still lacks, and the rows that are ready."""
+    """A partition. cells: by column and row; lacks: the number of missing columns of each row, by task; ready: the rows
+    with all columns of a task.
+    """
 
     cells: dict[str, dict[int, _Cell]] = field(default_factory=dict)
     lacks: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class _Server:
         self._waiting: list[_Waiting] = []
 
     def run(self) -> None:
-        """Answer until told to stop."""
+        """Serve requests until the call ``stop``."""
         calls: dict[str, Callable[[bytes, dict[str, Any], Sequence[Any]], None]] = {
             "put": self._put,
             "claim": self._claim,
@@ -169,7 +171,7 @@ def _serve(port: Any, tasks: Mapping[str, Sequence[str]]) -> None:
 
 
 class RawSockets(Implementation):
-    """The client of the process above; each thread has a socket of its own."""
+    """The client of the server process; each thread has its own socket."""
 
     def start(self, *, units: int, tasks: Mapping[str, Sequence[str]]) -> str:  # noqa: ARG002 - it is one process
         spawn = multiprocessing.get_context("spawn")

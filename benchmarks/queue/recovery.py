@@ -1,7 +1,7 @@
-"""Time for which the rows of a queue are out of reach when its controller is killed, by how many wait in it.
+"""Time until the rows of a queue are available again after a kill of its controller, by the number of ready rows.
 
-The controller is killed and started again at once; what counts is the time until a row can be claimed. ``--sync`` is
-the durability of its ledger, of which the size is shown, too.
+The controller is killed and restarted immediately; the time until a row can be claimed is measured. ``--sync`` is the
+durability of its ledger, whose size is also printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tables of a run: medians of all rounds, as ratios to the raw sockets of the same run, beside the bars.
+"""The tables of a run: medians of all rounds, as ratios to the raw sockets of the same run, with their limits.
 
-Invariants: a bar is written down once, here; a ratio compares results of one run only; a line of which nothing was
-measured is not shown.
+Invariants: every limit is defined only here. A ratio compares results of the same run. A line without results is not
+printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ PLAIN, SECURED, MEMORY, SECURED_MEMORY = "plain", "secured", "shared memory", "s
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a table. bars: by implementation, at least this, or at most where ``most``; unit: of the figure."""
+    """One line of a table. bars: the limit of each implementation; most: whether the limits are upper instead of lower
+    limits; unit: of the figure.
+    """
 
     words: str
     figure: Figure
@@ -32,7 +34,10 @@ class Line:
 
 
 def measured(case: str, figure: str, **settings: Any) -> Figure:
-    """Return the function that finds the median of a figure, by a path of keys with dots, of a case with settings."""
+    """Return a function that returns the median of a figure in the results of a case with these settings.
+
+    figure: the path of its keys, separated by dots.
+    """
 
     def find(results: Results, implementation: str) -> float | None:
         wanted = {"case": case, "implementation": implementation, **settings}
@@ -47,7 +52,7 @@ def measured(case: str, figure: str, **settings: Any) -> Figure:
 
 
 def quotient(above: Figure, below: Figure) -> Figure:
-    """Return the function that divides one figure by another of the same implementation."""
+    """Return a function that divides one figure by another of the same implementation."""
 
     def find(results: Results, implementation: str) -> float | None:
         one, other = above(results, implementation), below(results, implementation)
@@ -57,7 +62,7 @@ def quotient(above: Figure, below: Figure) -> Figure:
 
 
 def to_raw(figure: Figure) -> Figure:
-    """Return the function that divides a figure by that of the raw sockets."""
+    """Return a function that divides a figure by the raw sockets' figure."""
 
     def find(results: Results, implementation: str) -> float | None:
         one, raw = figure(results, implementation), figure(results, RAW)
@@ -136,7 +141,7 @@ RATIOS: tuple[Line, ...] = (
         for what in ("put", "get")
     ),
 )
-"""What is shown as a ratio to the raw sockets."""
+"""The lines with ratios to the raw sockets."""
 
 
 def _raw_claim(rows: int) -> Figure:
@@ -144,7 +149,7 @@ def _raw_claim(rows: int) -> Figure:
 
 
 def _growth(name: str) -> Figure:
-    """Return the memory of a process at the end of the million rows to that half-way."""
+    """Return a function that divides the memory of a process at the end of the million rows by that half-way."""
 
     def find(results: Results, implementation: str) -> float | None:
         grown = [
@@ -194,11 +199,11 @@ def _own() -> Iterator[Line]:
 
 
 OWN: tuple[Line, ...] = tuple(_own())
-"""What only AsyncFlow measures, or compares with itself."""
+"""The lines that only AsyncFlow measures, or compares with itself."""
 
 
 def faults(results: Results) -> list[str]:
-    """Return what no run may show: wrong bytes, lost and doubled rows."""
+    """Return the errors in the results: wrong bytes, lost and doubled rows."""
     return [
         f"{result['case']} of {result['implementation']}: {name} = {result[name]}"
         for result in results
@@ -209,7 +214,7 @@ def faults(results: Results) -> list[str]:
 
 @dataclass
 class Table:
-    """Rows of cells; how many bars are met, and those that are missed in words."""
+    """A table. met: the number of met limits; missed: a description of each missed limit."""
 
     rows: list[list[str]] = field(default_factory=list)
     met: int = 0
@@ -220,7 +225,7 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in self.rows)
 
     def mark(self, line: Line, implementation: str, value: float | None) -> str:
-        """Return ``value``, bold where the line's bar is missed."""
+        """Return ``value`` as text, bold if the line's limit is missed."""
         bar = line.bars.get(implementation)
         if value is None or bar is None:
             return "–" if value is None else f"{value:.2f}"
@@ -232,7 +237,7 @@ class Table:
 
 
 def ratios(results: Results) -> Table:
-    """Return the table of ratios to the raw sockets, each with its figure, a column for each implementation."""
+    """Return the table of ratios to the raw sockets, each with its figure; one column per implementation."""
     known = _known(results)
     table = Table()
     table.rows.append(["ratio to raw sockets (figure)", "bar", *known, RAW])
@@ -251,7 +256,7 @@ def ratios(results: Results) -> Table:
 
 
 def own(results: Results) -> Table:
-    """Return the table of what only AsyncFlow measures."""
+    """Return the table of the cases that only AsyncFlow measures."""
     known = [name for name in _known(results) if name in (PLAIN, SECURED)]
     table = Table()
     table.rows.append(["AsyncFlow's own cases", "bar", *known])
@@ -264,7 +269,7 @@ def own(results: Results) -> Table:
 
 
 def _number(figure: float) -> str:
-    """Return a figure in three digits."""
+    """Return a figure with three digits."""
     return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
 
 
@@ -275,7 +280,7 @@ def _known(results: Results) -> list[str]:
 
 
 def _bars(line: Line) -> str:
-    """Return the bars of a line in words; one that all columns share is said once."""
+    """Return the limits of a line as text; a limit that all columns share appears once."""
     sign = "≤" if line.most else "≥"
     if not line.bars:
         return ""

@@ -1,7 +1,7 @@
-"""Rows as GRPO makes them, from fixed seeds, and figures of what is measured with them.
+"""Rows like those of GRPO, from fixed seeds, and helpers for measurements and results.
 
-A *sample* is a mapping of column names to 1-D arrays. A result is one JSON object on one line; ``case`` and
-``implementation`` tell whose it is.
+A *sample* is a mapping of column names to 1-D arrays. A result is one JSON object on one line; its ``case`` and
+``implementation`` identify the measurement.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def grpo_samples(
 
 
 def sized(samples: Sequence[Sample]) -> int:
-    """Return the bytes of all values."""
+    """Return the number of bytes of all values."""
     return sum(values.nbytes for sample in samples for values in sample.values())
 
 
 def same(one: Sample, other: Sample) -> bool:
-    """Tell whether two samples have the same columns, types and bytes."""
+    """Return whether two samples have the same columns, types and bytes."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one
     )
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99 and mean of times."""
+    """Return number, p50, p99 and mean of times, in milliseconds."""
     ordered = sorted(seconds)
     return {
         "n": len(ordered),
@@ -64,13 +64,13 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def cpu_s(pid: int | str = "self") -> float:
-    """Return the processor seconds that a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def emit(result: Mapping[str, Any]) -> None:
-    """Write one result to the screen, and to the file that ``BENCH_OUT`` names."""
+    """Print one result, and append it to the file that ``BENCH_OUT`` names."""
     line = json.dumps(result)
     print(line, flush=True)
     if path := os.environ.get("BENCH_OUT"):
@@ -79,5 +79,5 @@ def emit(result: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return all results of a file."""
+    """Return all results in a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

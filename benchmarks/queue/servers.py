@@ -1,6 +1,6 @@
-"""A queue that stands alone, as its processes run anywhere, on this machine: a controller, units, and who holds bytes.
+"""The processes of a stand-alone queue on this machine: controllers, units, and the processes of its back end.
 
-Invariant: what was started is ended when the context ends, by its process id, and its folder is removed.
+Invariant: at the end of the context, all started processes are ended by their ids, and their folder is removed.
 """
 
 from __future__ import annotations
@@ -49,29 +49,31 @@ spec:
 """
 
 Within = Callable[[str, Sequence[str]], list[str]]
-"""Gives, for the name of a process (controller, unit0, ...), the command that runs another one in its place."""
+"""Returns, for the name of a process (controller, unit0, ...) and a command, the command that runs it where it belongs,
+for example in a network namespace.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """Knowledge of a queue that a client needs, in a form that goes to other processes."""
+    """The address and certificate with which a client in any process connects to a queue."""
 
     address: str
     certificate: str = ""
 
     def connect(self) -> contextlib.AbstractContextManager[BlockingQueue]:
-        """Be a client of the queue while the context lasts."""
+        """Return a client of the queue as a context."""
         return connect(self.address, credentials=Credentials(Path(self.certificate)) if self.certificate else None)
 
     @property
     def words(self) -> list[str]:
-        """The options of a command line that name the queue."""
+        """The command-line options that name the queue."""
         return ["--address", self.address, *(["--certificate", self.certificate] if self.certificate else [])]
 
 
 @dataclass(kw_only=True)
 class Servers:
-    """The processes that run. pids: by name; starts: what starts each, given its attempt; urls: where each is ready."""
+    """The running processes, by name. starts: functions that start each, given its attempt; urls: readiness URLs."""
 
     handle: Handle
     folder: Path
@@ -80,15 +82,15 @@ class Servers:
     urls: dict[str, str] = field(default_factory=dict)
 
     def start(self, name: str, attempt: int) -> None:
-        """Start a process: where there was one that has ended, its successor."""
+        """Start a process, or the successor of one that has ended."""
         self.processes[name] = self.starts[name](attempt)
 
     def end(self, name: str) -> None:
-        """End a process in peace."""
+        """End a process by SIGTERM; kill it after a timeout."""
         _end(self.processes[name])
 
     def is_ready(self, name: str) -> bool:
-        """Ask a process that runs on this host whether it is ready."""
+        """Return whether a process on this host is ready."""
         try:
             urllib.request.urlopen(self.urls[name], timeout=0.5).close()
         except OSError:
@@ -100,11 +102,11 @@ class Servers:
         return {name: process.pid for name, process in self.processes.items()}
 
     def resident_mb(self) -> dict[str, float]:
-        """Return the resident memory of each."""
+        """Return the resident memory of each process, in MiB."""
         return {name: resident_mb(pid) for name, pid in self.pids.items()}
 
     def audit(self) -> AuditReport:
-        """Read the ledgers of all controllers."""
+        """Return the audit of the ledgers of all controllers."""
         primary, *others = [self.folder / name / "ledger" for name in sorted(self.processes) if "controller" in name]
         reports = {index: audit_ledger(replica_ledger(ledger, index)) for index, ledger in enumerate(others, 1)}
         return merge_audits(audit_ledger(primary), reports)
@@ -133,9 +135,9 @@ def servers(
     hosts: Callable[[str], str] = lambda _: "127.0.0.1",
     within: Within = lambda _, argv: list(argv),
 ) -> Iterator[Servers]:
-    """Start a queue and give it when it is ready.
+    """Start a queue, and yield it when it is ready.
 
-    secured: with certificates, over TLS; shared_memory: between processes of this host, else TCP;
+    secured: whether to use TLS with certificates; shared_memory: whether processes use shared memory instead of TCP;
     hosts: the address of each process; within: see ``Within``.
     """
     folder = Path(tempfile.mkdtemp(prefix="asyncflow-bench-"))
@@ -197,7 +199,7 @@ def servers(
 
 
 def _until_ready(url: str, process: subprocess.Popen[bytes], made: Servers, within: Within, name: str) -> None:
-    """Wait until a process says that it is ready, asked from where it runs."""
+    """Wait until a process is ready, with requests from its own namespace."""
     program = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=2)"
     elsewhere = within(name, []) != []
     deadline = time.monotonic() + _START_S

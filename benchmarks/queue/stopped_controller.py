@@ -1,8 +1,8 @@
-"""Effect of a controller that is stopped on the tasks of the others: p99 of their claims, stopped against running.
+"""Effect of a stopped controller on the tasks of the other controllers: p99 of their claims, compared with no stop.
 
-Three controllers have a task each, and each task a consumer in a process of its own that claims a row, acknowledges it,
-and so on. Each controller in turn is stopped (SIGSTOP) for a window, after one in which it runs;
-what counts is the p99 of each window of the two other consumers, and the median of the windows of a kind.
+Three controllers have one task each. Each task has a consumer process, which claims and acknowledges one row at a time.
+Each controller in turn runs for one window and is stopped (SIGSTOP) for the next. The result is the median, over the
+windows of a kind, of the p99 of the two other consumers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALL_S = 60.0
 
 
 def consume(handle: Handle, task: str, pause_s: float, over: Event, file: Path) -> None:
-    """Claim until told to end; leave when each claim began and how long it took, in seconds."""
+    """Claim rows until ``over`` is set; save the start and duration of each claim to ``file``, in seconds."""
     began: list[float] = []
     took: list[float] = []
     with handle.connect() as queue:
@@ -48,7 +48,7 @@ def consume(handle: Handle, task: str, pause_s: float, over: Event, file: Path) 
 
 
 def fill(queue: BlockingQueue, rows: int) -> list[int]:
-    """Declare the tasks and put the rows; give the controller of each task."""
+    """Declare the tasks and put the rows; return the controller of each task."""
     specs = [TaskSpec(partition=P, name=name, needs=["x"], lease_s=30.0) for name in TASKS]
     queue.declare(specs, timeout=CALL_S)
     for start in range(0, rows, BATCH):
@@ -58,7 +58,10 @@ def fill(queue: BlockingQueue, rows: int) -> list[int]:
 
 
 def windows(made: Servers, rounds: int, window_s: float) -> list[tuple[int, bool, float]]:
-    """Stop each controller in turn; give who was stopped, or would be, whether it was, and when that window began."""
+    """Stop each controller in turn.
+
+    Return, for each window, the controller, whether it was stopped, and the start of the window.
+    """
     seen = []
     for _ in range(rounds):
         for victim in range(CONTROLLERS):
@@ -76,14 +79,14 @@ def windows(made: Servers, rounds: int, window_s: float) -> list[tuple[int, bool
 def ratios(
     seen: list[tuple[int, bool, float]], files: list[Path], places: list[int], window_s: float
 ) -> dict[str, object]:
-    """Compare the windows, for each controller that was stopped."""
+    """Return the p99 of claims in running and stopped windows, and their ratio, for each stopped controller."""
     claims = [np.load(file) for file in files]
     result: dict[str, object] = {}
     everything: dict[bool, list[float]] = {False: [], True: []}
     for victim in range(CONTROLLERS):
         p99: dict[bool, list[float]] = {False: [], True: []}
-        for who, stopped, start in seen:
-            if who != victim:
+        for controller, stopped, start in seen:
+            if controller != victim:
                 continue
             for place, (began, took) in zip(places, claims, strict=True):
                 inside = took[(began >= start) & (began < start + window_s)]

@@ -1,10 +1,10 @@
-"""Does the data set hide fetching behind computing? One batch after another, with a stand-in for an accelerator.
+"""Measure whether the data set hides fetching behind computation, with a sleep in place of an accelerator.
 
     python benchmarks/queue/torch_loader.py [--rounds 5] [--batches 20]
 
-Computing is a wait twice as long as fetching a batch takes, measured in the same round; so a loop that does one after
-the other takes 1.5 times that, one that hides fetching entirely 1.0. Each round has a queue of its own and runs all
-cases; the table shows medians. Ends with 1 where one batch ahead does not reach the bar.
+The computation is a sleep of twice the time of fetching a batch, as measured in the same round. A loop that fetches and
+computes in turn takes 1.5 times the computation, and a loop that hides fetching entirely takes 1.0. Each round has its
+own queue and runs all cases; the table shows medians. The exit status is 1 if prefetching one batch misses the limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = {"one after the other": (0, 0), "one batch ahead": (1, 0), "two loader w
 
 
 async def fill(address: str, partition: str, batches: int) -> None:
-    """Put as many rows as all cases together read, and close the partition."""
+    """Put ``batches`` batches of rows, which every case reads, and close the partition."""
     async with aconnect(address) as queue:
         tasks = [TaskSpec(partition=partition, name=name, needs=["values"]) for name in ("alone", *CASES)]
         await queue.declare(tasks, timeout=30)
@@ -44,7 +44,7 @@ async def fill(address: str, partition: str, batches: int) -> None:
 def seconds_a_batch(
     address: str, partition: str, task: str, *, prefetch: int, workers: int, compute_s: float, batches: int
 ) -> float:
-    """Read everything; give the median time from batch to batch."""
+    """Read all batches; return the median time per batch."""
     data = StreamingDataset(
         queue=address, partition=partition, task=task, columns=["values"], rows=ROWS, prefetch=prefetch
     )
@@ -64,14 +64,14 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--batches", type=int, default=20)
-    given = options.parse_args()
+    chosen = options.parse_args()
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
-    for number in range(given.rounds):
+    for number in range(chosen.rounds):
         with servers() as queue:
             address, partition = queue.handle.address, f"round{number}"
-            asyncio.run(fill(address, partition, given.batches))
+            asyncio.run(fill(address, partition, chosen.batches))
             alone = seconds_a_batch(
-                address, partition, "alone", prefetch=0, workers=0, compute_s=0.0, batches=given.batches
+                address, partition, "alone", prefetch=0, workers=0, compute_s=0.0, batches=chosen.batches
             )
             for name, (prefetch, workers) in CASES.items():
                 taken = seconds_a_batch(
@@ -81,11 +81,11 @@ def main() -> int:
                     prefetch=prefetch,
                     workers=workers,
                     compute_s=2 * alone,
-                    batches=given.batches,
+                    batches=chosen.batches,
                 )
                 ratios[name].append(taken / (2 * alone))
     megabytes = ROWS * VALUES * 4 / 1e6
-    print(f"{given.rounds} rounds of {given.batches} batches of {megabytes:.1f} MB; computing lasts twice as long")
+    print(f"{chosen.rounds} rounds of {chosen.batches} batches of {megabytes:.1f} MB; computing lasts twice as long")
     for name, found in ratios.items():
         print(f"{name:22} {statistics.median(found):5.2f} times computing alone")
     return int(statistics.median(ratios["one batch ahead"]) > BAR)

@@ -1,6 +1,6 @@
-"""TransferQueue 0.1.11, which verl, NeMo-RL and ROLL use, with its settings for the least latency.
+"""TransferQueue 0.1.11, which verl, NeMo-RL and ROLL use, with its settings for the lowest latency.
 
-It runs in an environment of its own (``environment.peer_python``), on Ray. Its client polls, here every millisecond.
+It runs in its own environment (``environment.peer_python``), on Ray. Its client polls every millisecond.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BACKEND = "SimpleStorage"
 
 @dataclass(frozen=True)
 class Attached:
-    """The sockets of its controller, and of its storage."""
+    """The sockets of the controller and of the storage."""
 
     controller: Any
     storage: Any
 
 
 class TransferQueue(Implementation):
-    """Its ordinary storage in memory."""
+    """TransferQueue with its default storage in memory."""
 
     def start(self, *, units: int, tasks: Mapping[str, Sequence[str]]) -> Attached:
         self._tasks = tasks
@@ -76,7 +76,7 @@ class TransferQueue(Implementation):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Its actors, told apart by the ports on which they listen."""
+        """The pids of its actors, which are identified by the ports on which they listen."""
         ports = {self._settings.controller.zmq_info.ports["request_handle_socket"]: "controller"}
         for index, unit in enumerate(self._settings.backend[_BACKEND].zmq_info.values()):
             ports[unit.ports["put_get_socket"]] = f"unit{index}"

@@ -1,11 +1,11 @@
-"""Bytes that MindSpeed RL's dispatch of one batch costs on the wire, counted by the kernel.
+"""Measure the bytes on the wire of MindSpeed RL's dispatch of one batch, by the kernel's counters.
 
-Its paper gives the volume of G prompts with N responses each, n columns of response length SL, prompts of length PL and
-M scalars, in cells of B bytes: G N B (2 PL + 3 n SL + 8 M). Prompts are written and read once; each column is written
-once and read twice; the last term is what tells everybody about them. Here: put, five stages that each read what the
-one before wrote and add a column, and a reader of all columns, in a network namespace of its own. What the kernel says
-was acknowledged on any of its TCP connections counts (so no header, and nothing that a busy machine had to send twice);
-what is not a cell is metadata.
+Its paper gives the volume for G prompts with N responses each, n columns of response length SL, prompts of length PL
+and M scalars, in cells of B bytes: G N B (2 PL + 3 n SL + 8 M). Prompts are written and read once, each column is
+written once and read twice, and the last term is the metadata for all participants. Here, in a network namespace of
+its own, a client puts the prompts, five stages each read columns of earlier stages and add a column, and an update
+reads all columns. The result is the number of bytes acknowledged on all TCP connections, without headers and
+retransmissions. All bytes that are not cells count as metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ G, N, COLUMNS, SCALARS, CELL = 256, 8, 5, 3, 4
 PROMPT, RESPONSE = 2048, 8192
 BATCH = 256
 READS = {"c1": ["prompt"], "c2": ["c1"], "c3": ["c1"], "c4": ["c2"], "c5": ["c3", "c4"]}
-"""What each stage reads to make its column; the update then reads all five."""
+"""The columns that each stage reads to compute its column; the update then reads all five columns."""
 CALL_S = 120.0
 
 
@@ -44,7 +44,7 @@ def cells(rows: int, length: int) -> Jagged:
 
 
 def flow(queue: BlockingQueue, partition: str) -> None:
-    """Move one batch of the algorithm through all of its stages."""
+    """Move one batch through all stages of the algorithm."""
     tasks = {**READS, "update": list(READS)}
     queue.declare(
         [TaskSpec(partition=partition, name=name, needs=needs, lease_s=30.0) for name, needs in tasks.items()],
@@ -64,10 +64,10 @@ def flow(queue: BlockingQueue, partition: str) -> None:
 
 
 def counted() -> int:
-    """Return the bytes that were acknowledged on the connections of this namespace."""
+    """Return the number of bytes acknowledged on the connections of this namespace."""
     program = shutil.which("ss", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "ss"
-    told = subprocess.run([program, "-tinH"], check=True, capture_output=True, text=True, timeout=20).stdout
-    return sum(map(int, re.findall(r"bytes_acked:(\d+)", told)))
+    printed = subprocess.run([program, "-tinH"], check=True, capture_output=True, text=True, timeout=20).stdout
+    return sum(map(int, re.findall(r"bytes_acked:(\d+)", printed)))
 
 
 def measure(handle: Handle) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""The papers' figures: what each published, what the real runtime gives, what the simulator says.
+"""Compare figures published in papers with results of the real runtime and of the simulator.
 
     python benchmarks/reproduction asyncflow periodic verl mindspeed    # arithmetic and simulator
     python benchmarks/reproduction periodic --real                      # with real runs; mindspeed needs root
 
-Prints a table of each in Markdown; ends with 1 where a bar is missed. docs/reproduction.md says what was fitted.
+Prints a Markdown table for each paper. The exit status is 1 if a limit is missed. docs/reproduction.md lists the fitted
+parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from reproduction.figures import Figure, table
 
 
 def main() -> int:
-    """Print the tables that were asked for."""
+    """Print the tables that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("asyncflow", "periodic", "verl", "mindspeed")
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--real", action="store_true", help="make real runs too, which take minutes")
+    parser.add_argument("--real", action="store_true", help="also carry out real runs, which take minutes")
     parser.add_argument("--output", type=Path, default=Path("runs/reproduction"))
     parser.add_argument("--bench", type=Path, default=Path("runs/bench-async/results.jsonl"))
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""AsyncFlow's Table 1: 1 for tasks one after another, 2.01 with TransferQueue, 2.74 with the asynchronous workflow.
+"""AsyncFlow's Table 1: speedup 1 with sequential tasks, 2.01 with TransferQueue, 2.74 with the asynchronous workflow.
 
-The paper publishes no stage times. An iteration of the base is generation g, reference r, update u and weight sync s,
-one after another, g + r + u + s = 1. With TransferQueue the stages stream (our ``periodic``): the reference, which has
-devices of its own, is no longer on the way, the update is made as samples come, and the new weights are loaded while
-nothing is generated. The asynchronous workflow is our ``delayed`` with ``swapAt: quota``, which receives weights while
-it generates. Lengths are lognormal (sigma 0.5), as many at once as make 2.7 waves an iteration.
+The paper publishes no stage times. An iteration of the base consists of generation g, reference r, update u and weight
+sync s in sequence, with g + r + u + s = 1. With TransferQueue the stages stream (here ``periodic``): the reference runs
+on its own devices, in parallel; the update runs as samples arrive; generation still pauses while new weights are
+loaded. The asynchronous workflow (here ``delayed`` with ``swapAt: quota``) receives weights during generation. Lengths
+are lognormal (sigma 0.5), and the number of slots gives 2.7 waves per iteration.
 
-Invariant: the three runs of a choice have the same lengths and the same speed of each device.
+Invariant: the three runs of a choice of shares have the same lengths and the same speed of each device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Parts of an iteration of the base; the update has what the others leave."""
+    """The shares of the stages in an iteration of the base; the update has the remainder."""
 
     generation: float = 0.45
     reference: float = 0.18
@@ -47,7 +47,7 @@ class Shares:
 
     @property
     def update(self) -> float:
-        """Part of the update."""
+        """The share of the update."""
         return round(1 - self.generation - self.reference - self.sync, 6)
 
     @property
@@ -60,7 +60,7 @@ SWEEP = [Shares(generation=g, reference=r) for g in (0.42, 0.45, 0.48) for r in 
 
 
 def settings(kind: str, shares: Shares, *, iteration_s: float) -> list[str]:
-    """Return the fields of a run, as of ``--set``, in which an iteration of the base takes ``iteration_s``."""
+    """Return the fields of a run, as for ``--set``. iteration_s: seconds of an iteration of the base."""
     train = shares.update + (shares.reference if kind == "base" else 0.0)
     load = 0.0 if kind == "asynchronous" else shares.sync
     token_s = shares.generation * iteration_s / _generation_tokens()
@@ -93,7 +93,7 @@ def _generation_tokens() -> float:
 
 
 def simulated(shares: Shares) -> dict[str, float]:
-    """Return the gain of each kind in the simulator."""
+    """Return the speedup of each kind in the simulator."""
     times = {}
     for kind in SCHEDULES:
         run = simulate(
@@ -104,7 +104,7 @@ def simulated(shares: Shares) -> dict[str, float]:
 
 
 def real(shares: Shares, folder: Path, *, iteration_s: float) -> dict[str, float]:
-    """Return the gain of each kind in real runs of ``iteration_s`` an iteration."""
+    """Return the speedup of each kind in real runs. iteration_s: seconds of an iteration of the base."""
     times = {}
     for kind in SCHEDULES:
         run = emulate(MANIFEST, folder / kind, settings(kind, shares, iteration_s=iteration_s))
@@ -113,7 +113,7 @@ def real(shares: Shares, folder: Path, *, iteration_s: float) -> dict[str, float
 
 
 def figures(folder: Path | None) -> Iterator[Figure]:
-    """Yield the figures at the usual shares, then the sweep. folder: of real runs, None for none."""
+    """Yield the figures for the default shares, then the sweep. folder: for real runs; None for no real runs."""
     usual, measured = Shares(), real(Shares(), folder, iteration_s=20.0) if folder is not None else {}
     for shares in (usual, *SWEEP):
         gains = simulated(shares)

@@ -1,6 +1,6 @@
-"""A published figure beside what the real runtime and the simulator say of it, and how far that may be off.
+"""Published figures with the results of the real runtime and of the simulator, and the accepted deviation.
 
-Invariant: of each figure it is said whether anything was fitted to it.
+Invariant: each figure states whether a parameter was fitted to it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 How = Literal["predicted", "fitted", "computed", "missed"]
-"""computed: arithmetic on published numbers; missed: it cannot be had here, and ``why`` says for what reason."""
+"""The origin of a figure. computed: arithmetic with published numbers; missed: not reproducible here, with a reason in
+``why``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure. measured: of the real runtime, with simulated engines where there are no accelerators; simulated: of
-    ``asyncflow.sim``; bar: most relative error of either; None in any of them: not measured, or no bar.
+    """One figure.
+
+    measured: by the real runtime, with simulated engines in place of accelerators, None if not measured; simulated: by
+    ``asyncflow.sim``, None if not simulated; bar: the largest accepted relative error of both, None for no limit.
     """
 
     what: str
@@ -30,7 +34,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """True where each value that is there is within the bar."""
+        """Return whether each existing value is within the limit."""
         found = [value for value in (self.measured, self.simulated) if value is not None]
         return self.bar is None or all(abs(value / self.paper - 1) <= self.bar for value in found)
 

@@ -1,8 +1,8 @@
-"""MindSpeed RL's dispatch: Table 1 and eq. 4 by arithmetic and on real bytes, and the linearity of its Figure.
+"""MindSpeed RL's dispatch: Table 1 and eq. 4 by arithmetic and with real bytes, and its published linearity.
 
     CV = G N B (PL + n SL + M)   TCV = G N B (2 PL + 3 n SL + 8 M)   TCV_S = G N B (2 PL + 3 n SL + 8 (C + 1) M) / S
 
-Real bytes: ``benchmarks/queue/dispatch.py``, which needs root for its network namespaces.
+``benchmarks/queue/dispatch.py`` moves the real bytes; it needs root for its network namespaces.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from reproduction.figures import Figure
 
 GIB, MIB = 2**30, 2**20
 LINK = 300 * MIB
-"""Bytes a second between servers, as in the paper."""
+"""Bytes per second between servers, as in the paper."""
 DISPATCH_S, AT_FOUR_S = 9.92, 2.8
 LINEAR = {"transfer dock": 0.811, "replay buffer": 0.619}
-"""At 192 devices, of the throughput per device at 16."""
+"""The throughput per device with 192 devices, relative to that with 16 devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,17 @@ class Batch:
     cell: int = 4
 
     def moved(self, *, controllers: int = 0) -> int:
-        """Return TCV, or with controllers S * TCV_S, in bytes."""
+        """Return TCV in bytes; with controllers, S * TCV_S."""
         each = 2 * self.prompt + 3 * self.columns * self.response + 8 * (controllers + 1) * self.scalars
         return self.prompts * self.responses * self.cell * each
 
     def held(self) -> int:
-        """Return CV, in bytes."""
+        """Return CV in bytes."""
         each = self.prompt + self.columns * self.response + self.scalars
         return self.prompts * self.responses * self.cell * each
 
     def seconds(self, *, units: int) -> float:
-        """Return the time of its dispatch over links of ``LINK``."""
+        """Return the seconds of its dispatch over links with the speed ``LINK``."""
         return self.moved() / units / LINK
 
 
@@ -56,18 +56,18 @@ LARGE = Batch(prompts=384, responses=16)
 
 
 def dispatched(units: int) -> float:
-    """Return the seconds of a real dispatch. Raises CalledProcessError where this machine cannot make the network."""
+    """Return the seconds of a real dispatch. Raises CalledProcessError if this machine cannot create the network."""
     script = Path(__file__).parents[1] / "queue" / "dispatch.py"
     argv = [sys.executable, str(script), "--units", str(units)]
-    told = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600).stdout
-    return float(json.loads(told.splitlines()[-1])["seconds"])
+    printed = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600).stdout
+    return float(json.loads(printed.splitlines()[-1])["seconds"])
 
 
 def base_s(*, nodes: int) -> float:
-    """Return what an iteration would have to take at 16 devices for both linearities, with dispatch alone between them.
+    """Return the seconds of an iteration on 16 devices for which dispatch alone explains the difference in linearity.
 
-    One node has 64 prompts of 16 responses. With the replay buffer one server dispatches all of it, with the transfer
-    dock each node's share goes over a link of its own; what else keeps the transfer dock from 100 % is in both.
+    One node has 64 prompts with 16 responses each. With the replay buffer, one server dispatches everything; with the
+    transfer dock, each node's share has its own link. All other losses of the transfer dock are assumed in both.
     """
     batch = Batch(prompts=64 * nodes, responses=16)
     more = batch.seconds(units=1) - batch.seconds(units=nodes)
@@ -75,7 +75,7 @@ def base_s(*, nodes: int) -> float:
 
 
 def figures(*, real: bool) -> Iterator[Figure]:
-    """Yield the figures. real: whether bytes are moved."""
+    """Yield the figures. real: whether to measure with real bytes."""
     yield Figure(
         what="TCV of G 256, N 8", paper=0.96, unit=" GiB", simulated=SMALL.moved() / GIB, how="computed", bar=0.02
     )

@@ -1,8 +1,8 @@
-"""Periodic Asynchrony: the gain of its asynchrony, the tokens that a shared prompt saves, and how a step begins.
+"""Periodic Asynchrony: the speedup of asynchrony, the tokens that shared prompts save, and the wait before a step.
 
-Eq. 12 and 13: per step, training waits for the last response of D_k when it is synchronous, for the first group when it
-is asynchronous; over a run these are a sum of maxima and a sum of minima. ``start_up`` makes both runs with the same
-lengths and holds what the trainer waited against those sums.
+By eq. 12 and 13, synchronous training waits in each step for the last response of D_k, and asynchronous training for
+the first group. Over a run, these waits are a sum of maxima and a sum of minima. ``start_up`` runs both modes with the
+same lengths and compares the trainer's waits with these sums.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncflow.rollout.lengths import Lengths
 from asyncflow.training.packing import pack_samples
 
 SYNC_TPSPD, ASYNC_TPSPD = 99.966, 192.259
-"""Tokens a second and device of the 8B model (Table 2)."""
+"""Tokens per second and device of the 8B model (Table 2)."""
 TOKENS_M, SHARED_M = 84.192, 60.926
-"""Millions of tokens of an epoch of GSM8K, without and with shared prompts (Table 3)."""
+"""Millions of tokens in an epoch of GSM8K, without and with shared prompts (Table 3)."""
 PROMPTS = 7473
-"""Prompts of the training set of GSM8K."""
+"""The number of prompts in the training set of GSM8K."""
 START_S = 0.05
-"""Most seconds by which the wait of a step may differ."""
+"""The largest accepted difference of the wait of a step, in seconds."""
 STEPS, PROMPTS_EACH, TOKEN_S = 10, 8, 0.05
 SAMPLE_S = {"sync": 0.05, "periodic": 0.7}
-"""Seconds of a sample in the trainer; in periodic it must have work from the first group to the last."""
+"""Seconds per sample in the trainer. In periodic, the trainer must be busy from the first group to the last."""
 
 
 def shared_tokens(*, prompt: int, response: int, size: int) -> tuple[int, int]:
-    """Return the tokens that our packing computes of a group without and with a shared prompt."""
+    """Return the number of tokens that the trainer computes for a group, without and with a shared prompt."""
     prompts, responses = [np.arange(prompt)] * size, [np.arange(response + 1)] * size
     counts = []
     for layout in ("separate", "shared-prompt"):
@@ -46,14 +46,14 @@ def shared_tokens(*, prompt: int, response: int, size: int) -> tuple[int, int]:
 
 
 def shape(*, size: int) -> tuple[int, int]:
-    """Return the mean prompt and response that make Table 3 with groups of ``size``, which the paper does not give."""
+    """Return the mean lengths of prompts and responses that give Table 3 for groups of ``size`` (unpublished)."""
     prompt = (TOKENS_M - SHARED_M) * 1e6 / (PROMPTS * (size - 1))
     return round(prompt), round(TOKENS_M * 1e6 / (PROMPTS * size) - prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """Seconds a step, as means: that the trainer waited in a run, and that eq. 12 or 13 expects."""
+    """Mean seconds per step for which the trainer waited in a run, and those that eq. 12 or 13 expects."""
 
     mode: str
     waited: float
@@ -61,7 +61,7 @@ class StartUp:
 
 
 def start_up_settings(mode: str) -> list[str]:
-    """Return the fields of a run, as of ``--set``, in which each response has a slot from the beginning of its step."""
+    """Return the fields of a run, as for ``--set``, in which each response has a slot from the start of its step."""
     return [
         f"schedule.mode={mode}",
         f"algorithm.steps={STEPS}",
@@ -74,7 +74,7 @@ def start_up_settings(mode: str) -> list[str]:
 
 
 def expected_waits(mode: str) -> list[float]:
-    """Return for each step that counts what eq. 12 (sync) or 13 (periodic) says of the trainer's wait."""
+    """Return the trainer's wait by eq. 12 (sync) or eq. 13 (periodic), for each counted step."""
     lengths = Lengths(tokens=TOKENS, sigma=0.5)
     found = []
     for first in range(PROMPTS_EACH * WITHOUT, PROMPTS_EACH * STEPS, PROMPTS_EACH):
@@ -87,7 +87,7 @@ def expected_waits(mode: str) -> list[float]:
 
 
 def start_up(folder: Path) -> Iterator[StartUp]:
-    """Make a synchronous and a periodic run whose trainer is so slow that it waits for the first samples alone."""
+    """Carry out a synchronous and a periodic run, whose trainer waits only for the first samples of a step."""
     for mode in ("sync", "periodic"):
         run = emulate(MANIFEST, folder / f"start-{mode}", start_up_settings(mode))
         waited = [line["wait_s"] for line in run.steps[WITHOUT:]]
@@ -95,7 +95,7 @@ def start_up(folder: Path) -> Iterator[StartUp]:
 
 
 def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
-    """Yield the figures. folder: of real runs, None for none; bench: results of ``bench_async``, used where there."""
+    """Yield the figures. folder: for real runs, None for no real runs; bench: results of ``bench_async``, if any."""
     balanced = {
         result.point.mode: result.seconds
         for result in Results(bench).all

@@ -1,8 +1,9 @@
-"""verl's table of ``staleness_threshold`` and its modes, colocated, streamed and stale, in the simulator.
+"""verl's table of ``staleness_threshold``, and its colocated, streamed and stale modes, in the simulator.
 
-Two numbers, the median length and the cost of a further sequence, were fitted to the rows of 0 and 0.1 (``verl_rows``,
-where real runs of the four rows are too); the trainer takes what the table says of it. Colocated, 128 devices generate
-with the same engines, twice as many, and then do what the table has beside generation (356.30 - 177.85 s).
+Two parameters, the median length and the cost of an additional sequence, were fitted to the rows 0 and 0.1 in
+``verl_rows``, which also has real runs of the four rows. The trainer's time comes from the table. In the colocated
+mode, 128 devices generate with twice as many of the same engines, and then do the other work of the table
+(356.30 - 177.85 s).
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from asyncflow.sim import Colocation, TrainerModel, engine_model, scenario_of, s
 
 MANIFEST = HERE / "verl_rows.yaml"
 COLOCATED_S, COLOCATED_GEN_S = 356.30, 177.85
-"""Published for 128 devices, colocated: a step, and generation in it."""
+"""The published seconds of a colocated step on 128 devices, and of the generation in it."""
 MEASURED = {0.0: 225.5, 0.1: 170.4, 0.3: 144.2, 0.5: 134.5}
-"""Seconds of the rows in real runs, when they were last made (docs/internals/emulation.md)."""
+"""Seconds of the rows in the latest real runs (docs/internals/emulation.md)."""
 MODE_BAR = 0.07
 STEPS = 6
 
 
 def colocated_s() -> float:
-    """Return the seconds of a colocated step: the prompts of a cycle, on twice the engines, then training."""
+    """Return the seconds of a colocated step: generation of a cycle's prompts on twice the engines, then training."""
     job = load_job(MANIFEST, ["schedule={mode: sync}"])
     spec, scenario = job.spec, scenario_of(job)
     engine = engine_model({**spec.rollout.engine.options, "time_scale": 1.0}, slots=spec.rollout.engine.slots)

@@ -1,13 +1,14 @@
-"""Cost of versions to the driver: its CPU time and the bytes it sends, for any number of receivers.
+"""Measure the cost of a version for the driver, in CPU time and sent bytes, for any number of receivers.
 
-The driver is a process of its own with a directory, a catalogue and nothing else. A sender and the receivers live in a
-few more processes. The receivers are members and make every call that real ones make, by the real ``Membership`` and
-``Holder``, but move no weights, so that a thousand of them fit a small machine; with ``--pull`` they are whole
-receivers that pull from one another. After each publication the required steps move on, as in a run, so that versions
-are released, too. Bytes are those of answers, without the few of frames, TLS and TCP; CPU time is that of the whole
-process. What a version costs is the difference from what the same process spends in as long a time in which nothing is
-published, over ``--window`` seconds each, in turn, since heartbeats cost far more than a version. The first version, at
-which all are placed, is left out of the mean.
+The driver is a separate process with only a directory and a catalogue. A sender and the receivers run in a few other
+processes. The receivers are members that make all calls of real receivers, with the real ``Membership`` and ``Holder``,
+but move no weights, so that a small machine can run a thousand of them. With ``--pull`` they are complete receivers
+that pull from one another. After each publication the required steps advance, as in a run, so that versions are
+released.
+
+Bytes are those of replies, without frames, TLS and TCP; CPU time is that of the whole process. The cost of a version is
+the difference between a window of ``--window`` seconds with a publication and one without; both alternate, since
+heartbeats cost far more than a version. The mean leaves out the first version, at which all receivers get their place.
 
     python benchmarks/weights/catalogue.py --receivers 1000
 """
@@ -59,7 +60,11 @@ async def commands() -> AsyncIterator[list[str]]:
 
 
 async def drive() -> None:
-    """Serve a catalogue; answer ``mark`` with what was spent since the last, ``held V N`` once N workers hold V."""
+    """Serve a catalogue and commands on standard input.
+
+    ``mark`` prints the cost since the last mark; ``held V N`` prints a line once N workers hold version V; ``require``
+    sets the required steps.
+    """
     sent = 0
     send = Caller.send_answer
 
@@ -92,22 +97,25 @@ async def drive() -> None:
 
 
 class Still(Transport):
-    """Moves nothing."""
+    """A transport that moves no bytes."""
 
     async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Serve nobody."""
+        """Return an address at which nothing listens."""
         del read, until
         return "tcp://127.0.0.1:1"
 
     async def pull(self, *_: object, **__: object) -> None:
-        """Pull nothing."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Have nothing to close."""
+        """Do nothing."""
 
 
 async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifest], alone: asyncio.Lock) -> None:
-    """Get each new version at once: from where it was, or who publishes it is asked for by all that pull from there."""
+    """Register each new version as soon as it is available, with the ``locate`` calls of a real receiver.
+
+    Like a real receiver, it locates a source again only if the last source is a publisher, or if it has none.
+    """
     source = None
     while True:
         changed, newest = holder.changed, max(holder.view.available, default=None)
@@ -120,7 +128,7 @@ async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifes
             if source.manifest is not None:
                 manifests[newest.packed] = source.manifest
         async with alone:
-            if newest.packed not in manifests:  # real receivers have it from one another
+            if newest.packed not in manifests:  # real receivers get it from one another
                 asked = replace(asked, layout=None)
                 located = await driver.call("weights.locate", asked, Located, timeout=SOON)
                 manifests[newest.packed] = located.manifest
@@ -138,7 +146,7 @@ async def member_of(driver: str, role: str, index: int) -> Membership:
 
 
 async def announce(address: str, first: int, number: int) -> None:
-    """Be so many receivers that only make the calls of one."""
+    """Run ``number`` receivers that only make the calls of real receivers."""
     manifests: dict[int, Manifest] = {}
     alone = asyncio.Lock()
     for index in range(first, first + number):
@@ -152,7 +160,7 @@ async def announce(address: str, first: int, number: int) -> None:
 
 
 async def receive(address: str, first: int, number: int) -> None:
-    """Be so many receivers."""
+    """Run ``number`` real receivers."""
     receivers = []
     for index in range(first, first + number):
         membership = await member_of(address, "rollout", index)
@@ -170,14 +178,14 @@ async def receive(address: str, first: int, number: int) -> None:
 
 
 class Child:
-    """A process of this file."""
+    """A child process that runs this file."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, *words: object) -> Child:
-        """Start one that plays ``words``."""
+        """Start a child with ``--play`` and these words."""
         pipe = asyncio.subprocess.PIPE
         made = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--play", *map(str, words), stdin=pipe, stdout=pipe
@@ -185,35 +193,35 @@ class Child:
         return cls(made)
 
     async def ask(self, *words: object) -> dict[str, object]:
-        """Tell it a line and return its answer."""
-        self.tell(*words)
-        return await self.hear()
+        """Send a command and return its answer."""
+        self.send(*words)
+        return await self.receive()
 
-    def tell(self, *words: object) -> None:
-        """Tell it a line."""
+    def send(self, *words: object) -> None:
+        """Send a command."""
         assert self._process.stdin is not None
         self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
-    async def hear(self) -> dict[str, object]:
-        """Return its next line."""
+    async def receive(self) -> dict[str, object]:
+        """Return the next line that the child prints."""
         assert self._process.stdout is not None
         async with asyncio.timeout(SOON):
             return dict(json.loads(await self._process.stdout.readline()))
 
     async def end(self) -> None:
-        """End it."""
+        """Kill the child and wait for its end."""
         self._process.kill()
         await self._process.wait()
 
 
 async def measure(receivers: int, *, kind: str, processes: int, versions: int, tensors: int, window: float) -> None:
-    """Publish versions and say what each costs the driver."""
+    """Publish versions and print the cost of each for the driver."""
     driver = await Child.start("driver")
-    address = str((await driver.hear())["address"])
+    address = str((await driver.receive())["address"])
     share = -(-receivers // processes)
     groups = [await Child.start(kind, address, at, min(share, receivers - at)) for at in range(0, receivers, share)]
     for group in groups:
-        await group.hear()
+        await group.receive()
     membership = await member_of(address, "trainer", 0)
     worker = membership.member.incarnation
     sender = WeightSender(membership=membership, worker=worker, transport=HostTransport(name="trainer"))
@@ -226,7 +234,7 @@ async def measure(receivers: int, *, kind: str, processes: int, versions: int, t
             began = time.monotonic()
             weights = {f"model.layers.{at}.weight": rng.standard_normal(64).astype(np.float32) for at in range(tensors)}
             await sender.publish(Version(0, step), weights, timeout=SOON)
-            driver.tell("require", step, step + 1)
+            driver.send("require", step, step + 1)
             await driver.ask("held", step, receivers + 1)
             for group in groups:
                 await group.ask("take")
@@ -266,9 +274,9 @@ def main() -> None:
     options.add_argument("--receivers", type=int, default=1000)
     options.add_argument("--processes", type=int, default=2)
     options.add_argument("--versions", type=int, default=16)
-    options.add_argument("--window", type=float, default=4.0, help="seconds for a version, and for as long without one")
-    options.add_argument("--tensors", type=int, default=100, help="of which the manifest, sent twice, consists")
-    options.add_argument("--pull", action="store_true", help="pull the weights, too")
+    options.add_argument("--window", type=float, default=4.0, help="seconds of a window, with or without a version")
+    options.add_argument("--tensors", type=int, default=100, help="tensors in the manifest, which is sent twice")
+    options.add_argument("--pull", action="store_true", help="also pull the weights")
     options.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     match chosen.play:

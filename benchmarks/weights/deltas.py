@@ -1,10 +1,10 @@
-"""Bytes sent for the versions of a run in bfloat16, as a share of the version, by learning rate.
+"""Measure the bytes sent for each version of a run in bfloat16, as a share of the version, by learning rate.
 
-The torch trainer makes optimizer steps (AdamW, GRPO's loss on random tokens with random advantages) from a model that
-``--model`` names, or from a small one with random weights of standard deviation 0.02. After each step a sender
-publishes the weights as the trainer's role does, rounded to bfloat16, and a receiver pulls them over the host network,
-with and without differences. Every bit is compared. ``encode_GB_per_s`` is by the CPU time that it takes one
-thread to find the differences.
+The torch trainer makes optimizer steps (AdamW, GRPO's loss on random tokens with random advantages), from the model
+``--model`` or from a small model with random weights of standard deviation 0.02. After each step a sender publishes the
+weights as the trainer's role does, rounded to bfloat16, and receivers pull them over the host network, one with and one
+without differences. All bits are compared. ``encode_GB_per_s`` uses the CPU time of one thread that computes the
+differences.
 
     python benchmarks/weights/deltas.py --model models/smollm2 --rate 1e-6 1e-5 1e-4
 """
@@ -41,7 +41,7 @@ CHUNK = 1 << 19
 
 
 def small_model(folder: Path) -> Path:
-    """Write a model of 7 million random weights."""
+    """Write a model with 7 million random weights."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -76,7 +76,7 @@ def batch_of(seed: int, *, vocabulary: int, samples: int = 4, length: int = 32) 
 
 
 def encode_seconds(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> float:
-    """Return how long one thread takes to find what differs."""
+    """Return the CPU seconds of one thread that computes the differences."""
     began = time.thread_time()
     for name, array in after.items():
         old, new = (each.reshape(-1).view(np.uint8) for each in (before[name], array))
@@ -86,7 +86,7 @@ def encode_seconds(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) 
 
 
 async def measure(model: Path, *, rate: float, steps: int) -> None:
-    """Train, publish and pull, and say what was sent."""
+    """Train, publish and pull, and print the share of bytes that were sent."""
     optimizer = OptimizerSettings(learning_rate=rate, steps=steps)
     backend = TorchBackend(BackendSettings(optimizer=optimizer, threads=1), group=SingleProcess())
     backend.load(model, checkpoint=None)

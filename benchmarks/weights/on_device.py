@@ -1,14 +1,15 @@
-"""Weights from a device of one process to a device of another, by the transports that say something about devices.
+"""Move weights from a device of one process to a device of another, by the transports that matter for devices.
 
     python benchmarks/weights/on_device.py [--device cuda:0] [--collective nccl] [--mebibytes 1024]
 
-Each check is one JSON line: a tensor is made on the device from a seed, copied to the memory of the transport, pulled
-by another process, copied to its device, and compared there with what the seed gives. Gigabytes (1e9) a second: of the
-copy from the device, the pull, the copy to the device from memory as it is and from memory that was pinned (CUDA only),
-and the seconds that pinning took. ``fallbacks`` is 1 where the transport failed and the host network brought the
-version: that is what ``pairs`` has to do with NCCL on one device, which NCCL refuses, and the log says why.
+Each check prints one JSON line. A tensor is generated on the device from a seed, copied to the memory of the transport,
+pulled by another process, copied to its device, and compared there with the same tensor from the seed. The figures are
+gigabytes (1e9 bytes) per second of the copy from the device, of the pull, and of the copy to the device from ordinary
+and from pinned memory (CUDA only), and the seconds for pinning. ``fallbacks`` is 1 if the transport failed and the host
+network moved the version. This is expected for ``pairs`` with NCCL on one device, which NCCL refuses; the log has the
+reason.
 
-Invariant: a check whose bits differ, or that does not end in time, is an error, and the exit status is 1.
+Invariant: a check with different bits, or one that misses its deadline, is an error, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COLUMNS = 1024
 
 
 def made_on(device: torch.device, mebibytes: int) -> torch.Tensor:
-    """Return a tensor whose bytes are those of a seed."""
+    """Return a tensor of random values from a fixed seed."""
     generator = torch.Generator(device=device).manual_seed(1)
     shape = (mebibytes * (1 << 20) // 4 // COLUMNS, COLUMNS)
     return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, device=device, dtype=torch.int32)
@@ -48,7 +49,7 @@ def arena_of(transport: Transport, tensor: torch.Tensor) -> Arena:
 
 
 def timed_copy(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Copy, and return gigabytes a second."""
+    """Copy the tensor, and return gigabytes per second."""
     begun = time.perf_counter()
     target.copy_(source)
     if "cuda" in (target.device.type, source.device.type):
@@ -70,39 +71,39 @@ async def hold(kind: str, options: argparse.Namespace) -> None:
 
 
 async def check(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Move the tensor by one kind of transport, and say how that went."""
-    given = [f"--{name}={getattr(options, name)}" for name in ("mebibytes", "device", "collective")]
+    """Move the tensor by one kind of transport, and return the figures."""
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("mebibytes", "device", "collective")]
     holder = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--hold", kind, *given, stdin=PIPE, stdout=PIPE
+        sys.executable, __file__, "--hold", kind, *arguments, stdin=PIPE, stdout=PIPE
     )
     assert holder.stdin is not None
     assert holder.stdout is not None
     expected = made_on(torch.device(options.device), options.mebibytes)
     transport = open_transport(kind, name="rollout", device=options.device, collective=options.collective)
     try:
-        said = json.loads(await holder.stdout.readline())
+        report = json.loads(await holder.stdout.readline())
         await transport.start(lambda *_: memoryview(b""))
         target = arena_of(transport, expected)
         region = Region(tensor="w", box=Box.whole(expected.shape), itemsize=4)
         begun = time.perf_counter()
         await transport.pull(
-            Pull(Source(worker="trainer", address=said["address"]), VERSION, [region], checked=True),
+            Pull(Source(worker="trainer", address=report["address"]), VERSION, [region], checked=True),
             sink=lambda part, data, **_: target.write("w", part.box, data),
         )
         pull = round(region.nbytes / (time.perf_counter() - begun) / 1e9, 3)
-        there = torch.empty_like(expected)
-        to_device = timed_copy(there, torch.from_numpy(target.arrays["w"]))
+        received = torch.empty_like(expected)
+        to_device = timed_copy(received, torch.from_numpy(target.arrays["w"]))
         return {
             "check": kind,
             "device": options.device,
             "collective": options.collective if kind == "pairs" else None,
             "GB": round(region.nbytes / 1e9, 3),
-            "from_device_GB_per_s": said["from_device"],
+            "from_device_GB_per_s": report["from_device"],
             "pull_GB_per_s": pull,
             "to_device_GB_per_s": to_device,
-            **pinned(target.arrays["w"], there),
+            **pinned(target.arrays["w"], received),
             "fallbacks": transport.fallbacks,
-            "equal": torch.equal(there, expected),
+            "equal": torch.equal(received, expected),
         }
     finally:
         await transport.close()
@@ -110,9 +111,9 @@ async def check(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         await holder.wait()
 
 
-def pinned(array: AnyArray, there: torch.Tensor) -> dict[str, float]:
-    """Say what the copy to the device is like from the same memory once it is pinned, and what pinning it took."""
-    if there.device.type != "cuda":
+def pinned(array: AnyArray, target: torch.Tensor) -> dict[str, float]:
+    """Pin the memory of ``array``; return the seconds for this, and the rate of a copy from it to the device."""
+    if target.device.type != "cuda":
         return {}
     library = torch.cuda.cudart()
     begun = time.perf_counter()
@@ -120,7 +121,7 @@ def pinned(array: AnyArray, there: torch.Tensor) -> dict[str, float]:
     if code:
         return {"pin_failed": code}
     seconds = time.perf_counter() - begun
-    rate = timed_copy(there, torch.from_numpy(array))
+    rate = timed_copy(target, torch.from_numpy(array))
     library.cudaHostUnregister(array.ctypes.data)
     return {"pin_s": round(seconds, 3), "to_device_pinned_GB_per_s": rate}
 

@@ -1,10 +1,10 @@
-"""Bytes of bringing Qwen2.5-32B from TP8 DP2 to TP4 DP4, by three ways, counted from the shapes alone.
+"""Compute the bytes to reshard Qwen2.5-32B from TP8 DP2 to TP4 DP4, by three methods, from the shapes alone.
 
-* pull: what receivers of AsyncFlow pull, counted by the same boxes and the same ``route`` as a transfer uses. Trainer
-  and rollouts are other devices here, so nothing lies at hand; a version waits in host memory.
-* allgather-swap, MindSpeed RL's: the ranks of one tensor-parallel group gather what their new shard lacks, and the old
-  shard goes to host memory and comes back, with trainer and rollouts on the same devices.
-* keeping both layouts: what MindSpeed RL's equation 3 counts as redundant, for dense layers TW/UTP on each device.
+* pull: the bytes that receivers of AsyncFlow pull, with the boxes and the ``route`` of a real transfer. Trainer and
+  rollouts have different devices, so a receiver has no part of the version; versions are staged in host memory.
+* allgather-swap of MindSpeed RL: the ranks of one tensor-parallel group gather the missing parts of their new shards,
+  and the old shards move to host memory and back, with trainer and rollouts on the same devices.
+* both layouts kept: the redundant bytes by MindSpeed RL's equation 3, for dense layers TW/UTP on each device.
 
     python benchmarks/weights/resharding.py
 """
@@ -21,7 +21,7 @@ ITEMSIZE = 2
 GIB = 1 << 30
 
 Tensor = tuple[tuple[int, ...], int | None]
-"""Shape, and the axis along which tensor parallelism cuts it."""
+"""The shape, and the axis along which tensor parallelism splits it."""
 
 
 def qwen2_32b() -> Iterator[Tensor]:
@@ -43,7 +43,7 @@ def qwen2_32b() -> Iterator[Tensor]:
 
 
 def shard(shape: tuple[int, ...], axis: int | None, rank: int, ranks: int) -> Box:
-    """Return what a rank of a tensor-parallel group holds."""
+    """Return the box that a rank of a tensor-parallel group holds."""
     offset, extent = [0] * len(shape), list(shape)
     if axis is not None:
         extent[axis] = shape[axis] // ranks
@@ -52,7 +52,7 @@ def shard(shape: tuple[int, ...], axis: int | None, rank: int, ranks: int) -> Bo
 
 
 def pulled(tensors: list[Tensor], *, rank: int, update: int, generation: int) -> int:
-    """Return the bytes that one receiver pulls, by the routes that a transfer takes."""
+    """Return the bytes that one receiver pulls, by the routes of a real transfer."""
     total = 0
     for shape, axis in tensors:
         wanted = shard(shape, axis, rank, generation)
@@ -63,12 +63,12 @@ def pulled(tensors: list[Tensor], *, rank: int, update: int, generation: int) ->
 
 
 def held(tensors: list[Tensor], ranks: int) -> int:
-    """Return the bytes of one rank's shard."""
+    """Return the size of one rank's shard in bytes."""
     return sum(shard(shape, axis, 0, ranks).volume for shape, axis in tensors) * ITEMSIZE
 
 
 def count(tensors: list[Tensor], *, update: int, generation: int) -> dict[str, float]:
-    """Return GiB of one device, by what they are."""
+    """Return the figures of one device, in GiB, by description."""
     old, new = held(tensors, update), held(tensors, generation)
     return {
         "model": sum(prod(shape) for shape, _ in tensors) * ITEMSIZE / GIB,

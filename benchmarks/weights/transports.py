@@ -1,15 +1,16 @@
-"""Comparison of the transports of weights: how fast each moves a version between two processes of this host.
+"""Compare the transports of weights: the speed of each between two processes of this host.
 
     python benchmarks/weights/transports.py [--mebibytes 256] [--rounds 3] [--kinds host ipc ...] [--collective nccl]
 
-``host`` between processes of one host goes through shared memory; ``host-tcp`` is what it does between two hosts, in
-plain text; ``host-tls`` the same encrypted. The others have no host network behind them here: what fails is said.
-A version is one tensor of half the bytes and 64 of the rest. All kinds take turns, round by round; a round is a whole
-pull of a new version into new memory, first as it lies, then (``columns``) the middle half of the columns with
-digests by the source. Prints one JSON line a kind, and a table of the medians; on a busy machine the seconds of CPU
-that holder and receiver use for a gigabyte say more than the gigabytes a second.
+``host`` uses shared memory between processes of one host. ``host-tcp`` uses TCP without encryption, as between two
+hosts, and ``host-tls`` uses TLS. The other kinds run without the fallback to the host network, and print a failure.
 
-Invariant: bits are compared after every pull; a kind whose bits differ has no figure.
+A version is one tensor with half of the bytes, and 64 tensors with the other half. All kinds take turns, round by
+round. A round pulls a version into new memory, first as a whole, then (``columns``) the middle half of the columns of
+the large tensor, with digests by the source. Prints one JSON line for each kind, and a table of the medians. On a busy
+machine, the CPU seconds of holder and receiver per gigabyte are more reliable than the gigabytes per second.
+
+Invariant: bits are compared after every pull, and a kind whose bits differ has no figure.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PARTS = 64
 
 
 def shapes(mebibytes: int) -> dict[str, tuple[int, int]]:
-    """float32 tensors of so many mebibytes together."""
+    """Return the shapes of float32 tensors with ``mebibytes`` in total."""
     columns = mebibytes * (1 << 20) // 4 // ROWS // 2
     return {"big": (ROWS, columns), **{f"part.{index}": (ROWS // PARTS, columns) for index in range(PARTS)}}
 
@@ -84,7 +85,7 @@ async def hold(kind: str, options: argparse.Namespace) -> None:
 
 
 class Pulling:
-    """One kind: its holder's process, and what was measured."""
+    """The measurement of one kind: its holder process and the results."""
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         self.kind = kind
@@ -96,13 +97,13 @@ class Pulling:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        given = [f"--{name}={getattr(self._options, name)}" for name in ("mebibytes", "device", "collective", "tls")]
+        passed = [f"--{name}={getattr(self._options, name)}" for name in ("mebibytes", "device", "collective", "tls")]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             __file__,
             "--hold",
             self.kind,
-            *given,
+            *passed,
             stdin=PIPE,
             stdout=PIPE,
             env={**os.environ, **self._environment},
@@ -146,8 +147,8 @@ class Pulling:
 
     def _cpu(self) -> float:
         assert self._process is not None
-        there = psutil.Process(self._process.pid).cpu_times()
-        return time.process_time() + there.user + there.system
+        holder = psutil.Process(self._process.pid).cpu_times()
+        return time.process_time() + holder.user + holder.system
 
     async def close(self) -> None:
         assert self._process is not None

@@ -1,4 +1,4 @@
-"""The queue between somebody else's actor and learner, in plain torch: no job, no manifest, any number of actors.
+"""A queue between an actor and a learner in plain torch, without a job or a manifest, with any number of actors.
 
 asyncflow queue serve &
 python actor_learner.py actor tcp://127.0.0.1:5571 &
@@ -15,7 +15,7 @@ ARMS = 4
 
 
 def act(address: str) -> None:
-    """Pull an arm at random in each state; the right one is the sign of the state's entries, read as a number."""
+    """Pull a random arm in each state. The number of the right arm has the signs of the state's entries as its bits."""
     with asyncflow.init_engines(address) as engines:
         for data, index in engines.create_stream_data_loader("actor", ["state"], 32):
             action = torch.randint(ARMS, (len(data["state"]),))
@@ -24,7 +24,7 @@ def act(address: str) -> None:
 
 
 def learn(address: str) -> float:
-    """Fit the reward of each arm, and return how often the best arm is the right one."""
+    """Learn the expected reward of each arm; return the share of states whose best arm is the right one."""
     torch.manual_seed(0)
     value = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, ARMS))
     optimizer = torch.optim.Adam(value.parameters(), lr=1e-2)

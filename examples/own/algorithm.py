@@ -1,4 +1,4 @@
-"""An algorithm of one's own: another loss, here the policy gradient with truncated importance weights min(ρ, 2)."""
+"""A user-defined algorithm with its own loss: the policy gradient with truncated importance weights min(ρ, 2)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own: GRPO on the quickstart's task, with the five verbs and plain torch."""
+"""A user-defined training loop: GRPO on the quickstart's task, with AsyncFlow's session and plain torch."""
 
 import sys
 

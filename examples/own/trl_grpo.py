@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as the trainer of a job: its samples come from the job's queue, its weights go to the rollouts."""
+"""TRL's GRPOTrainer as the trainer of a job: it reads samples from the queue and sends weights to the rollouts."""
 
 import sys
 from typing import Any
@@ -11,7 +11,7 @@ import asyncflow
 
 
 def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-    """Return all samples of the next step, in the order of their groups, whatever prompts TRL has in mind."""
+    """Return all samples of the next step in the order of their groups; the prompts that TRL passes are ignored."""
     samples = []
     while (batch := engines.get_experience_data()) is not None:
         for row, key in enumerate(batch.keys):

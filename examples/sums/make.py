@@ -1,6 +1,6 @@
-"""Writes train.jsonl and eval.jsonl: the 200 sums and differences of two one-digit numbers, in four wordings each.
+"""Write train.jsonl and eval.jsonl: the 200 sums and differences of two one-digit numbers, in four wordings each.
 
-Invariant: a sum that is held out is trained in no wording; which ones are is a function of the sum alone.
+Invariant: no wording of a held-out sum is in the training data. The sum alone determines whether it is held out.
 """
 
 import hashlib

@@ -172,7 +172,7 @@ def test_by_default_commits_since_the_upstream_are_checked_or_since_this_check(r
 
 def test_findings_are_printed_and_fail(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "ROOT", tmp_path)
-    monkeypatch.setattr(words, "ROOMS", (tmp_path,))
+    monkeypatch.setattr(words, "PACKAGES", (tmp_path,))
     (tmp_path / "good.py").write_text('"""Rows."""\n')
     assert words.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == ""
