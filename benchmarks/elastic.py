@@ -149,10 +149,10 @@ def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple
 
 def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], versions: int) -> Change:
     """Scale the job, and measure the throughput afterwards."""
-    asked = time.monotonic()
+    requested = time.monotonic()
     job.scale(after)
     job.until(lambda: job.generates_with(after), f"{after} rollouts instead of {before}")
-    settled_s = time.monotonic() - asked
+    settled_s = time.monotonic() - requested
     first = steps_done(job.folder) + 2  # the step in progress has mixed numbers of rollouts; then skip one version
     job.until_step(first + versions)
     return Change(before, after, settled_s, throughput(job.steps(), first, first + versions) / fleets[after])

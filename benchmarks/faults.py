@@ -79,8 +79,8 @@ def scale(folder: Path, job: RLJob, dice: random.Random) -> dict[str, object] | 
     rollout = job.spec.rollout
     number = dice.randint(max(1, rollout.min_replicas), rollout.max_replicas)
     command = [sys.executable, "-m", "asyncflow", "scale", str(folder), f"rollout={number}"]
-    asked = subprocess.run(command, check=False, capture_output=True, text=True)
-    return {"role": SCALE, "index": number} if asked.returncode == 0 else None
+    scaled = subprocess.run(command, check=False, capture_output=True, text=True)
+    return {"role": SCALE, "index": number} if scaled.returncode == 0 else None
 
 
 def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed]) -> dict[str, object] | None:

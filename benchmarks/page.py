@@ -32,10 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "made"
-        begun = time.monotonic()
+        started = time.monotonic()
         make_run(run, rollouts=options.rollouts, seconds=60 * options.minutes)
         size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
-        print(f"made in {time.monotonic() - begun:.1f} s: {size / 1e6:.1f} MB")
+        print(f"made in {time.monotonic() - started:.1f} s: {size / 1e6:.1f} MB")
         print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         worst = max(_opened(run) for _ in range(options.repeats))
     print(f"slowest opening {worst:.2f} s, bar {BAR_S} s")
@@ -54,12 +54,12 @@ def _opened(run: Path) -> float:
             url = serving.stdout.readline().split()[-1]
             browser = playwright.chromium.launch(executable_path=chromium.find(), args=chromium.FLAGS)
             page = browser.new_page(viewport={"width": 1280, "height": 900})
-            begun, used = time.monotonic(), _cpu_s()
+            started, used = time.monotonic(), _cpu_s()
             page.goto(url)
             page.wait_for_selector("#curves svg path")
-            curves = time.monotonic() - begun
+            curves = time.monotonic() - started
             page.wait_for_selector("#tracks canvas")
-            whole, spent = time.monotonic() - begun, _cpu_s() - used
+            whole, spent = time.monotonic() - started, _cpu_s() - used
             browser.close()
         finally:
             serving.terminate()

@@ -140,12 +140,12 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
         NOISE * max(change.transfer_s for change in plain.all_changes),
     )
     expected = (len(run.changes) - 1) * (run.last - 2)
-    stopped_s, begun = incident.continued - incident.stopped, run.published[incident.during]
+    stopped_s, started = incident.continued - incident.stopped, run.published[incident.during]
     return [
         Bar(
             what=f"rollout {incident.victim} under SIGSTOP while it received θ{incident.during}",
             limit=f"longer than a lease, {lease_s:g} s",
-            measured=f"{stopped_s:.1f} s, from {incident.stopped - begun:.1f} s after publication",
+            measured=f"{stopped_s:.1f} s, from {incident.stopped - started:.1f} s after publication",
             met=stopped_s > lease_s,
         ),
         Bar(

@@ -49,11 +49,11 @@ def prepare() -> str:
     print("installing Debian's chromium", file=sys.stderr)
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium", "fonts-dejavu-core"]):
-        ended = subprocess.run(
+        result = subprocess.run(
             [*_APT, *command], env=environment, capture_output=True, text=True, timeout=_INSTALL_S, check=False
         )
-        if ended.returncode != 0:
-            raise BrowserError(f"`apt-get {' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()}")
+        if result.returncode != 0:
+            raise BrowserError(f"`apt-get {' '.join(command)}` ended with {result.returncode}: {result.stderr.strip()}")
     return find()
 
 

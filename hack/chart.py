@@ -47,7 +47,7 @@ class ChartError(RuntimeError):
 def helm(*arguments: str, values: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> str:
     """Run Helm and return its output; ``values`` are passed as a file. Raises ChartError with Helm's error text."""
     options = [] if values is None else ["--values", "-"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [binary("helm"), *arguments, *options],
         input=json.dumps(values or {}),
         env=env,
@@ -56,9 +56,9 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None, env: Mapping[
         timeout=_DEADLINE_S,
         check=False,
     )
-    if ended.returncode != 0:
-        raise ChartError(f"helm {' '.join(arguments)}: {ended.stderr.strip()}")
-    return ended.stdout
+    if result.returncode != 0:
+        raise ChartError(f"helm {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout
 
 
 def template(values: Mapping[str, Any] | None = None) -> str:

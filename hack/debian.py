@@ -118,7 +118,7 @@ def _fetched(packages: list[str], folder: Path) -> list[Path]:
 
 def _run(*command: str) -> None:
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FETCH_S, check=False
         )
     except FileNotFoundError as missing:
@@ -126,8 +126,8 @@ def _run(*command: str) -> None:
         raise DebianError(
             f"{missing.filename} is missing, so this is not Debian. Install the equivalents of the packages {wanted}"
         ) from missing
-    if ended.returncode != 0:
-        raise DebianError(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()}")
+    if result.returncode != 0:
+        raise DebianError(f"`{' '.join(command)}` ended with {result.returncode}: {result.stderr.strip()}")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ def steady(_: int) -> DriverStatus:
     return DriverStatus(phase="Running", step=3, steps=60, reward=0.5, version=3)
 
 
-def stepping(asked: int) -> DriverStatus:
+def stepping(earlier: int) -> DriverStatus:
     """Return an answer whose step and reward grow with each request."""
-    return DriverStatus(phase="Running", step=asked, steps=1_000_000, reward=asked / 1e6, version=asked)
+    return DriverStatus(phase="Running", step=earlier, steps=1_000_000, reward=earlier / 1e6, version=earlier)
 
 
 class DriverDouble:

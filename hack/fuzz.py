@@ -220,11 +220,13 @@ def run_all(names: list[str], seconds: int) -> int:
                 (Path(folder) / f"seed{number}").write_bytes(seed)
             words = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", *LIMITS]
             command = [sys.executable, __file__, name, "--here", folder, *words]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        line = next((line for line in ended.stderr.splitlines() if "number_of_executed_units" in line), "no statistics")
-        print(f"{name:<8} {'ok' if ended.returncode == 0 else 'FAILED'}  {line.split()[-1]} inputs")
-        if ended.returncode:
-            print(ended.stderr[-4000:])
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+        line = next(
+            (line for line in result.stderr.splitlines() if "number_of_executed_units" in line), "no statistics"
+        )
+        print(f"{name:<8} {'ok' if result.returncode == 0 else 'FAILED'}  {line.split()[-1]} inputs")
+        if result.returncode:
+            print(result.stderr[-4000:])
             failed += 1
     return failed
 

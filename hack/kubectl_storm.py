@@ -100,13 +100,13 @@ class Storm:
             self._make(name)
         queue = {"apiVersion": QUEUE.api_version, "kind": QUEUE.name, "spec": {"storageUnits": 1}}
         self._api.create(QUEUE.path(self._namespace), queue | {"metadata": {"name": self._queue}})
-        self._until_well()
+        self._until_settled()
 
     def run(self, count: int) -> None:
         """Make ``count`` changes, most of them while the operator is still handling the previous one."""
         kinds: dict[Callable[[], str], int] = {
             self._edit: 5,
-            self._edit_to_what_is_refused: 2,
+            self._edit_to_refused_spec: 2,
             self._scale: 5,
             self._suspend_or_resume: 2,
             self._delete_a_pod: 5,
@@ -147,10 +147,10 @@ class Storm:
             spec = manifest["spec"]
             change = {"suspend": False, "rollout": spec["rollout"], "transferQueue": spec["transferQueue"]}
             self._api.patch(self._path(name), {"spec": change | {"trainer": {"replicas": spec["trainer"]["replicas"]}}})
-        begun = time.monotonic()
-        self._until_well()
-        took = time.monotonic() - begun
-        self._be_quiet()
+        started = time.monotonic()
+        self._until_settled()
+        took = time.monotonic() - started
+        self._wait_until_quiet()
         return took
 
     def check_foreign(self) -> None:
@@ -176,7 +176,7 @@ class Storm:
         spec[part] = spec.get(part, {}) | change
         return f"edit {name}.{part}"
 
-    def _edit_to_what_is_refused(self) -> str:
+    def _edit_to_refused_spec(self) -> str:
         name = self._some_job()
         change = self._dice.choice(({"rollout": {"engine": {"name": "vllm"}}}, {"model": {"dtype": "bfloat16"}}))
         self._patch(self._path(name), {"spec": change})
@@ -371,14 +371,14 @@ class Storm:
     def _patch(self, path: str, change: Json) -> Json:
         return self._api.patch(path, change, query=_EDIT)
 
-    def _until_well(self) -> None:
+    def _until_settled(self) -> None:
         deadline = time.monotonic() + SETTLE_S
-        while ailments := self.ailments():
-            assert time.monotonic() < deadline, f"{ailments}, after {self.events}"
+        while differences := self.differences():
+            assert time.monotonic() < deadline, f"{differences}, after {self.events}"
             self._provision()
             time.sleep(0.3)
 
-    def ailments(self) -> list[str]:
+    def differences(self) -> list[str]:
         """Return the differences between the cluster and the specs."""
         pods = self._api.get(POD.path(self._namespace))["items"]
         found = []
@@ -388,10 +388,10 @@ class Storm:
             units = spec["transferQueue"]["storageUnits"]
             wanted = {"driver": 1, "controller": 1, "storage": units, "trainer": spec["trainer"]["replicas"]}
             found += self._of(name, "asyncflow.dev/job", pods, wanted | {"rollout": spec["rollout"]["replicas"]})
-            said = {each["type"]: each for each in status.get("conditions", ())}
+            conditions = {each["type"]: each for each in status.get("conditions", ())}
             for kind, value in (("Accepted", "True"), ("Ready", "True"), ("WhyPending", "False")):
-                if said.get(kind, {}).get("status") != value:
-                    found.append(f"{name}: {kind} {said.get(kind)}")
+                if conditions.get(kind, {}).get("status") != value:
+                    found.append(f"{name}: {kind} {conditions.get(kind)}")
             if status.get("phase") != "Running" or status.get("observedGeneration") != job["metadata"]["generation"]:
                 found.append(f"{name}: {status.get('phase')} {status.get('observedGeneration')}")
             found += self._objects_of(job, units)
@@ -434,7 +434,7 @@ class Storm:
                 found.append(f"{kind.name}/{each} still has a foreign edit")
         return found
 
-    def _be_quiet(self) -> None:
+    def _wait_until_quiet(self) -> None:
         """Wait until the operator stops writing. Raises AssertionError if it does not stop."""
         deadline = time.monotonic() + SETTLE_S
         before = self._writes()
@@ -466,10 +466,11 @@ def _identity(raw: Json) -> str:
     meta = {key: raw["metadata"].get(key) for key in ("uid", "labels", "ownerReferences")}
     annotations = raw["metadata"].get("annotations") or {}
     meta["annotations"] = {key: value for key, value in annotations.items() if ".kubernetes.io/" not in key}
-    said = {key: value for key, value in raw.items() if key in ("spec", "data", "automountServiceAccountToken")}
-    if "spec" in said:
-        said["spec"] = {key: value for key, value in said["spec"].items() if key not in ("nodeName", "volumeName")}
-    return json.dumps(meta | said, sort_keys=True)
+    content = {key: value for key, value in raw.items() if key in ("spec", "data", "automountServiceAccountToken")}
+    if "spec" in content:
+        spec = content["spec"].items()
+        content["spec"] = {key: value for key, value in spec if key not in ("nodeName", "volumeName")}
+    return json.dumps(meta | content, sort_keys=True)
 
 
 def _agrees(raw: Any, change: Any) -> bool:

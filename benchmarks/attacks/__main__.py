@@ -59,7 +59,7 @@ def main() -> int:
     took: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="asyncflow-attacks-") as place:
         made = build(Path(place))
-        for name, wins in succeeded.items():
+        for name, harmful in succeeded.items():
             began = time.monotonic()
             for seed in seeds:
                 folder = Path(place) / f"{name}-{seed}"
@@ -67,7 +67,7 @@ def main() -> int:
                 done, harm = attack(name, seed, folder, made)
                 print(f"{name} {seed}: {done}: {harm or 'survived'}", flush=True)
                 if harm:
-                    wins.append(seed)
+                    harmful.append(seed)
                     if options.keep is not None:
                         shutil.copytree(folder, options.keep / folder.name, dirs_exist_ok=True)
                 shutil.rmtree(folder)
@@ -78,9 +78,9 @@ def main() -> int:
 
 def _table(succeeded: dict[str, list[int]], seeds: Sequence[int], took: dict[str, float]) -> str:
     lines = ["| attack | times | survived | seeds that did not | minutes |", "|---|---|---|---|---|"]
-    for name, wins in succeeded.items():
-        survived = len(seeds) - len(wins)
-        lines.append(f"| {name} | {len(seeds)} | {survived} | {wins or ''} | {took[name] / 60:.1f} |")
+    for name, harmful in succeeded.items():
+        survived = len(seeds) - len(harmful)
+        lines.append(f"| {name} | {len(seeds)} | {survived} | {harmful or ''} | {took[name] / 60:.1f} |")
     return "\n".join(lines)
 
 

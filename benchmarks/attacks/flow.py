@@ -73,9 +73,9 @@ class Flow:
 
     def _consume(self) -> None:
         scores = self.partition()
-        quiet_since = begun = time.monotonic()
+        quiet_since = started = time.monotonic()
         while time.monotonic() - quiet_since < _QUIET_S:
-            if time.monotonic() - begun > _FLOW_S:
+            if time.monotonic() - started > _FLOW_S:
                 raise Harmed(f"rows still came, or claims failed, after {_FLOW_S:g} s: {dict(self.errors)}")
             values: list[int] = []
             try:

@@ -87,13 +87,13 @@ def power_cut(job: Job, shim: Shim) -> None:
     cut(job.folder, shim.synced, image)
     job.folder.rename(job.folder.with_name("before"))
     image.rename(job.folder)
-    had = job.checkpoints()
-    job.done.append(f"power cut with checkpoints {had}")
+    checkpoints = job.checkpoints()
+    job.done.append(f"power cut with checkpoints {checkpoints}")
     job.start(resume=True)
     job.succeed()
-    begun = (job.folder / "logs" / "trainer-0.log").read_text()
-    if had and f"starts at step {had[-1]}" not in begun:
-        raise Harmed(f"training did not resume at the checkpoint of step {had[-1]}")
+    log = (job.folder / "logs" / "trainer-0.log").read_text()
+    if checkpoints and f"starts at step {checkpoints[-1]}" not in log:
+        raise Harmed(f"training did not resume at the checkpoint of step {checkpoints[-1]}")
 
 
 def failing_checkpoint(job: Job, shim: Shim) -> None:

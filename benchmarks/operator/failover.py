@@ -35,15 +35,15 @@ def measure(plane: ControlPlane, namespace: str, number: signal.Signals) -> dict
     plane.kubectl("apply", "-n", namespace, "-f", str(ROOT / "examples/quickstart.yaml"))
     pods = f"/api/v1/namespaces/{namespace}/pods"
     plane.wait_until(lambda: running(plane, pods) == 7, "the job to run")
-    begun = time.time()
+    started = time.time()
     first.process.send(number)
     plane.api.patch(f"{pods}/quickstart-storage-1", {"metadata": {"annotations": {"kwok.test/exit": "1"}}})
     second.lead()
-    leads = time.time() - begun
+    leads = time.time() - started
     plane.wait_until(lambda: running(plane, pods) == 7 and mended(plane, pods), "the pod to be replaced")
-    whole = time.time() - begun
+    whole = time.time() - started
     writes = [each for each in operator_rights.of(plane, f"{namespace}-second") if each.is_write]
-    wrote = next(each.at.timestamp() for each in writes if each.resource != "leases") - begun
+    wrote = next(each.at.timestamp() for each in writes if each.resource != "leases") - started
     first.process.end()
     second.process.end()
     plane.api.delete(f"/api/v1/namespaces/{namespace}")

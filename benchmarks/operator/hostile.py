@@ -57,9 +57,9 @@ def measure(plane: ControlPlane, drivers: HostileDrivers, honest: list[str], *, 
     dice = random.Random(seed)
     first = len(plane.requests())
     wanted = {name: plane.api.get(f"{JOBS}/{name}")["spec"]["rollout"]["replicas"] for name in honest}
-    begun = time.monotonic()
+    started = time.monotonic()
     scalings: dict[str, list[tuple[int, int]]] = {name: [] for name in honest}
-    while time.monotonic() - begun < seconds:
+    while time.monotonic() - started < seconds:
         name = dice.choice(honest)
         replicas = dice.choice([count for count in range(1, 6) if count != wanted[name]])
         scalings[name].append((wanted[name], replicas))
@@ -69,7 +69,7 @@ def measure(plane: ControlPlane, drivers: HostileDrivers, honest: list[str], *, 
     time.sleep(2)
     scaled = [last for name in honest for _, last in latencies(plane, first, name, scalings[name])]
     asked = drivers.asked()
-    gaps = [after - before for name in honest for before, after in pairwise(asked[name]) if before > begun]
+    gaps = [after - before for name in honest for before, after in pairwise(asked[name]) if before > started]
     return {"asked_every_s": spread(gaps), "scaled_up_s": spread(scaled), "scalings_up": len(scaled)}
 
 
@@ -103,9 +103,9 @@ def main() -> None:
             for name in hostile[::2]:
                 plane.api.patch(f"{JOBS}/{name}", {"spec": {"suspend": True}})
             time.sleep(SETTLED_S)
-            cpu, begun = operator.process.cpu_s(), time.monotonic()
+            cpu, started = operator.process.cpu_s(), time.monotonic()
             figures["attacked"] = measure(plane, drivers, honest, seconds=chosen.seconds, seed=chosen.seed)
-            figures["attacked_cores"] = round((operator.process.cpu_s() - cpu) / (time.monotonic() - begun), 2)
+            figures["attacked_cores"] = round((operator.process.cpu_s() - cpu) / (time.monotonic() - started), 2)
             figures["attacked_peak_mib"] = operator.peak_bytes() >> 20
             asked = drivers.asked()
             figures["hostile_asked"] = {

@@ -55,11 +55,11 @@ def measure(plane: ControlPlane, seed: int, events: int) -> dict[str, Any]:
 def latencies(plane: ControlPlane, first: int, name: str, scalings: list[tuple[int, int]]) -> list[tuple[float, float]]:
     """Return the seconds from each request to scale up until its first and last new pod, from the audit log."""
     requests = plane.requests()[first:]
-    asked = [each.at for each in requests if each.kind == "rljobs/scale" and each.is_write and each.name == name]
+    scaled = [each.at for each in requests if each.kind == "rljobs/scale" and each.is_write and each.name == name]
     created = [each for each in requests if each.user == OPERATOR and each.kind == "pods" and each.code == 201]
     made = [each.answered for each in created if each.name.startswith(f"{name}-rollout-")]
     found = []
-    for at, (before, after) in zip(asked, scalings, strict=True):
+    for at, (before, after) in zip(scaled, scalings, strict=True):
         since = sorted(moment for moment in made if moment > at)[: after - before] if after > before else []
         if since:
             found.append(((since[0] - at).total_seconds(), (since[-1] - at).total_seconds()))

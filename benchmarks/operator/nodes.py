@@ -86,29 +86,29 @@ def waits(plane: ControlPlane) -> list[str]:
 
 
 def measure(plane: ControlPlane, *, nodes: int, pods: int, seconds: float) -> dict[str, Any]:
-    begun = time.monotonic()
+    started = time.monotonic()
     create(plane, NODES, [real_node(number) for number in range(nodes)])
     for name in (NAMESPACE, OTHERS):
         plane.api.create("/api/v1/namespaces", {"metadata": {"name": name}})
     create(plane, f"/api/v1/namespaces/{OTHERS}/pods", [other_pod(number, nodes) for number in range(pods)])
-    print(f"{nodes} nodes and {pods} pods after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    print(f"{nodes} nodes and {pods} pods after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     operator = OperatorProcess(plane, kubeconfig=plane.kubeconfig(USER, "system:masters"))
     operator.start()
     operator.lead()
     figures: dict[str, Any] = {"nodes": nodes, "pods": pods, "idle_mib": operator.process.memory_bytes() >> 20}
-    cpu, begun = operator.process.cpu_s(), time.monotonic()
+    cpu, started = operator.process.cpu_s(), time.monotonic()
     for number in range(WAITING):
         manifest = job(number)
         manifest["spec"]["driver"] = {"resources": {"cpu": TOO_MUCH_CPU}}
         plane.api.create(JOBS, manifest)
-    said = "the largest free is 19"
+    expected = "the largest free is 19"
     wait_until(
-        lambda: sum(said in words for words in waits(plane)) == WAITING,
+        lambda: sum(expected in words for words in waits(plane)) == WAITING,
         "all jobs to report why they are pending, with the calculation",
         timeout_s=600,
         needs=[operator.process],
     )
-    figures["said_s"] = round(time.monotonic() - begun, 1)
+    figures["said_s"] = round(time.monotonic() - started, 1)
     late = 0.0
     end = time.monotonic() + seconds
     while time.monotonic() < end:

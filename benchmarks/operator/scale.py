@@ -95,8 +95,8 @@ def create(plane: ControlPlane, count: int) -> None:
         plane.api.create(JOBS, job(number))
 
 
-def spread(times: dict[str, float], begun: float) -> dict[str, float]:
-    seconds = sorted(at - begun for at in times.values())
+def spread(times: dict[str, float], started: float) -> dict[str, float]:
+    seconds = sorted(at - started for at in times.values())
     return {"median_s": round(seconds[len(seconds) // 2], 2), "last_s": round(seconds[-1], 2)}
 
 
@@ -108,15 +108,15 @@ def measure_operator(count: int, idle_s: float, limit_s: float, workers: int) ->
         operator.start()
         operator.lead()
         cpu = operator.process.cpu_s()
-        begun = time.time()
+        started = time.time()
         create(plane, count)
-        figures: dict[str, Any] = {"objects_accepted_s": round(time.time() - begun, 2)}
+        figures: dict[str, Any] = {"objects_accepted_s": round(time.time() - started, 2)}
         alive: Any = {"timeout_s": limit_s, "needs": [operator.process]}
         wait_until(lambda: len(onlooker.running) >= count * PODS, "all pods to run", **alive)
         wait_until(lambda: all_run(plane, count), "all jobs to run", **alive)
-        figures["all_jobs_running_s"] = round(time.time() - begun, 2)
-        figures["pod_created"] = spread(onlooker.created, begun)
-        figures["pod_running"] = spread(onlooker.running, begun)
+        figures["all_jobs_running_s"] = round(time.time() - started, 2)
+        figures["pod_created"] = spread(onlooker.created, started)
+        figures["pod_running"] = spread(onlooker.running, started)
         time.sleep(3)
         figures["cpu_s"] = round(operator.process.cpu_s() - cpu, 2)
         figures["peak_mib"] = operator.peak_bytes() >> 20
@@ -134,11 +134,11 @@ def measure_operator(count: int, idle_s: float, limit_s: float, workers: int) ->
             "cpu_s": round(operator.process.cpu_s() - cpu, 2),
         }
         print(json.dumps(figures), file=sys.stderr, flush=True)
-        begun = time.time()
+        started = time.time()
         for number in range(count):
             plane.api.delete(f"{JOBS}/{job(number)['metadata']['name']}")
         wait_until(lambda: not onlooker.alive, "the last pod to go", **alive)
-        figures["deleted_s"] = round(time.time() - begun, 2)
+        figures["deleted_s"] = round(time.time() - started, 2)
         figures["rss_after_mib"] = operator.process.memory_bytes() >> 20
         figures["exit_status"] = operator.stop()
     return figures
@@ -174,13 +174,13 @@ def measure_bare(count: int, limit_s: float) -> dict[str, Any]:
         file = Path(folder) / "manifests.jsonl"
         file.write_text("".join(json.dumps(prepared(plane, raw)) + "\n" for raw in plane.api.get(JOBS)["items"]))
         lines = file.read_text().splitlines()
-        begun = time.time()
+        started = time.time()
         subprocess.run([sys.executable, str(HERE / "bare.py"), str(plane.admin), str(file)], check=True)
-        figures: dict[str, Any] = {"written_s": round(time.time() - begun, 2)}
+        figures: dict[str, Any] = {"written_s": round(time.time() - started, 2)}
         wait_until(lambda: len(onlooker.running) >= count * PODS, "all pods to run", timeout_s=limit_s)
         figures["objects"] = sum(len(stage) for line in lines for stage in json.loads(line))
-        figures["pod_created"] = spread(onlooker.created, begun)
-        figures["pod_running"] = spread(onlooker.running, begun)
+        figures["pod_created"] = spread(onlooker.created, started)
+        figures["pod_running"] = spread(onlooker.running, started)
     return figures
 
 

@@ -41,9 +41,9 @@ def run_storm(plane: ControlPlane, drivers: DriverDouble, *, seed: int, events: 
     figures: dict[str, Any] = {"seed": seed}
     try:
         storm.begin()
-        begun = time.monotonic()
+        started = time.monotonic()
         storm.run(events)
-        figures["storm_s"] = round(time.monotonic() - begun, 1)
+        figures["storm_s"] = round(time.monotonic() - started, 1)
         figures["settled_s"] = round(storm.settle(), 1)
     except BaseException:
         logs.mkdir(parents=True, exist_ok=True)

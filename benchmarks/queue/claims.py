@@ -125,9 +125,9 @@ def _tokens(count: int, seed: int) -> list[int]:
 def _times(claim: Callable[[], T], count: int, *, after: Callable[[T], None]) -> dict[str, float]:
     times = []
     for _ in range(count):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         claimed = claim()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
         after(claimed)
     return milliseconds(times)
 

@@ -27,9 +27,9 @@ class Watch:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         yield
-        self.times[name].append(time.perf_counter() - begun)
+        self.times[name].append(time.perf_counter() - started)
 
 
 def converted(queue: Implementation, samples: Sequence[Sample], partition: str, watch: Watch) -> None:

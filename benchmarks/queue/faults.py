@@ -144,9 +144,9 @@ def main() -> int:
             for file in sorted((made.folder / "clients").glob("*.log")):
                 print(f"== {file.name}\n{file.read_text()[-1500:]}")
     print(table(outcomes), *slowest(outcomes), sep="\n")
-    chose = {"backend": chosen.backend, "controllers": chosen.controllers, "seed": chosen.seed}
+    choices = {"backend": chosen.backend, "controllers": chosen.controllers, "seed": chosen.seed}
     hits = {"faults": len(outcomes), "by_kind": by_kind(outcome.fault for outcome in outcomes)}
-    emit({"bench": "faults", **chose, **hits, **figures})
+    emit({"bench": "faults", **choices, **hits, **figures})
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems else 0

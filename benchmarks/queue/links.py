@@ -65,9 +65,9 @@ def _put_and_get(queue: BlockingQueue, partition: str, column: Jagged) -> dict[s
 
 def _rate(job: Callable[[int], None]) -> float:
     with ThreadPoolExecutor(THREADS) as pool:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         list(pool.map(job, range(BATCHES)))
-        return round(BATCHES * BATCH_BYTES / (time.perf_counter() - begun) / 1e9, 4)
+        return round(BATCHES * BATCH_BYTES / (time.perf_counter() - started) / 1e9, 4)
 
 
 def run(units: int, implementation: str) -> None:

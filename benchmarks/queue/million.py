@@ -66,7 +66,7 @@ def run(rows: int, *, secured: bool) -> dict[str, Any]:
         for worker in workers:
             worker.start()
         try:
-            came = np.zeros(rows, np.int64)
+            arrivals = np.zeros(rows, np.int64)
             total, marks, ends = 0, [], 0
             began = last = time.perf_counter()
             while ends < 2:
@@ -74,7 +74,7 @@ def run(rows: int, *, secured: bool) -> dict[str, Any]:
                 if batch is None:
                     ends += 1
                     continue
-                np.add.at(came, batch, 1)
+                np.add.at(arrivals, batch, 1)
                 total += len(batch)
                 while 10 * total >= (len(marks) + 1) * rows:
                     now = time.perf_counter()
@@ -93,8 +93,8 @@ def run(rows: int, *, secured: bool) -> dict[str, Any]:
         "rate_by_tenth": [round(rate) for rate in rates],
         "last_to_second": round(rates[-1] / rates[1], 3),
         "resident_MB": [{name: round(mb) for name, mb in mark.items()} for mark in marks],
-        "lost": int((came == 0).sum()),
-        "doubled": int((came > 1).sum()),
+        "lost": int((arrivals == 0).sum()),
+        "doubled": int((arrivals > 1).sum()),
     }
 
 

@@ -54,9 +54,9 @@ def _times(
 ) -> dict[str, float]:
     times = []
     for number in range(count):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         result = call(number)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
         after(result)
     return milliseconds(times)
 

@@ -49,13 +49,13 @@ def seconds_a_batch(
         queue=address, partition=partition, task=task, columns=["values"], rows=ROWS, prefetch=prefetch
     )
     with data:
-        times, count, begun = [], 0, time.perf_counter()
+        times, count, started = [], 0, time.perf_counter()
         for batch in DataLoader(data, batch_size=None, num_workers=workers, in_order=not workers):
             count += len(batch)
             assert len(batch.columns["values"].values) == len(batch) * VALUES
             time.sleep(compute_s)
-            times.append(time.perf_counter() - begun)
-            begun += times[-1]
+            times.append(time.perf_counter() - started)
+            started += times[-1]
         assert count == batches * ROWS
         return statistics.median(times)
 

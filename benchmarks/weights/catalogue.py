@@ -122,15 +122,17 @@ async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifes
         if newest is None or newest in holder.copies:
             await changed.wait()
             continue
-        asked = Locate(worker=holder.worker, address=holder.address, version=newest.packed, layout=WHOLE, manifest=True)
+        request = Locate(
+            worker=holder.worker, address=holder.address, version=newest.packed, layout=WHOLE, manifest=True
+        )
         if source is None or source.published:
-            source = await driver.call("weights.locate", asked, Located, timeout=SOON)
+            source = await driver.call("weights.locate", request, Located, timeout=SOON)
             if source.manifest is not None:
                 manifests[newest.packed] = source.manifest
         async with alone:
             if newest.packed not in manifests:  # real receivers get it from one another
-                asked = replace(asked, layout=None)
-                located = await driver.call("weights.locate", asked, Located, timeout=SOON)
+                request = replace(request, layout=None)
+                located = await driver.call("weights.locate", request, Located, timeout=SOON)
                 manifests[newest.packed] = located.manifest
         manifest = manifests[newest.packed]
         arena = Arena({entry.name: (entry.dtype, Box.whole(entry.shape)) for entry in manifest.tensors})

@@ -126,7 +126,7 @@ async def measure(model: Path, *, rate: float, steps: int) -> None:
         if before:
             changed = sum(np.count_nonzero(before[name] != array) for name, array in weights.items())
             record, plain = (receiver.transfers[-1] for receiver in receivers)
-            say = {
+            figures = {
                 "rate": rate,
                 "version": step,
                 "MB": round(record.nbytes / 1e6, 1),
@@ -135,7 +135,7 @@ async def measure(model: Path, *, rate: float, steps: int) -> None:
                 "sent_without_differences": round(plain.sent / plain.nbytes, 4),
                 "encode_GB_per_s": round(record.nbytes / encode_seconds(before, weights) / 1e9, 2),
             }
-            sys.stdout.write(json.dumps(say) + "\n")
+            sys.stdout.write(json.dumps(figures) + "\n")
         before = weights
     for part in (*receivers, sender, *members, directory, server):
         await part.close()

@@ -50,11 +50,11 @@ def arena_of(transport: Transport, tensor: torch.Tensor) -> Arena:
 
 def timed_copy(target: torch.Tensor, source: torch.Tensor) -> float:
     """Copy the tensor, and return gigabytes per second."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     target.copy_(source)
     if "cuda" in (target.device.type, source.device.type):
         torch.cuda.synchronize()
-    return round(source.nbytes / (time.perf_counter() - begun) / 1e9, 3)
+    return round(source.nbytes / (time.perf_counter() - started) / 1e9, 3)
 
 
 async def hold(kind: str, options: argparse.Namespace) -> None:
@@ -85,12 +85,12 @@ async def check(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         await transport.start(lambda *_: memoryview(b""))
         target = arena_of(transport, expected)
         region = Region(tensor="w", box=Box.whole(expected.shape), itemsize=4)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         await transport.pull(
             Pull(Source(worker="trainer", address=report["address"]), VERSION, [region], checked=True),
             sink=lambda part, data, **_: target.write("w", part.box, data),
         )
-        pull = round(region.nbytes / (time.perf_counter() - begun) / 1e9, 3)
+        pull = round(region.nbytes / (time.perf_counter() - started) / 1e9, 3)
         received = torch.empty_like(expected)
         to_device = timed_copy(received, torch.from_numpy(target.arrays["w"]))
         return {
@@ -116,11 +116,11 @@ def pinned(array: AnyArray, target: torch.Tensor) -> dict[str, float]:
     if target.device.type != "cuda":
         return {}
     library = torch.cuda.cudart()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     code = int(library.cudaHostRegister(array.ctypes.data, array.nbytes, 0))
     if code:
         return {"pin_failed": code}
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     rate = timed_copy(target, torch.from_numpy(array))
     library.cudaHostUnregister(array.ctypes.data)
     return {"pin_s": round(seconds, 3), "to_device_pinned_GB_per_s": rate}

@@ -132,13 +132,13 @@ class Pulling:
 
     async def _pull(self, boxes: dict[str, Box], expected: Arena, *, checked: bool) -> tuple[float, float]:
         regions = [Region(tensor=name, box=box, itemsize=4) for name, box in boxes.items()]
-        begun, used = time.perf_counter(), self._cpu()
+        started, used = time.perf_counter(), self._cpu()
         target = arena_of(self.transport, boxes)
         await self.transport.pull(
             Pull(self.source, VERSION, regions, checked),
             sink=lambda region, data, **_: target.write(region.tensor, region.box, data),
         )
-        seconds, used = time.perf_counter() - begun, self._cpu() - used
+        seconds, used = time.perf_counter() - started, self._cpu() - used
         for name, box in boxes.items():
             (top, left), (height, width) = box.offset, box.extent
             cut = expected.arrays[name][top : top + height, left : left + width]

@@ -54,7 +54,7 @@ class Scene:
 
     def helm(self, *arguments: str) -> None:
         """Run Helm, and record the command and its output. Raises PlaneError if it ends with an error."""
-        ended = subprocess.run(
+        result = subprocess.run(
             [binary("helm"), *arguments],
             env=os.environ
             | {"KUBECONFIG": str(self.node.plane.admin), "HELM_CACHE_HOME": str(self.node.folder / "helm")},
@@ -63,10 +63,10 @@ class Scene:
             timeout=_HELM_DEADLINE_S,
             check=False,
         )
-        words, printed = f"helm {' '.join(arguments)}", ended.stdout + ended.stderr
+        words, printed = f"helm {' '.join(arguments)}", result.stdout + result.stderr
         self.transcript.command(words.replace(f"{ROOT}/", ""), printed.replace(f"{ROOT}/", ""))
-        if ended.returncode != 0:
-            raise PlaneError(f"helm {arguments[0]} ended with {ended.returncode}")
+        if result.returncode != 0:
+            raise PlaneError(f"helm {arguments[0]} ended with {result.returncode}")
 
     def make_volume(self, claim: str) -> Path:
         """Create the PersistentVolume for a claim of this name; the cluster has no provisioner."""
@@ -124,9 +124,9 @@ class Scene:
         command = [str(binary("kubectl")), "port-forward", *options, f"pod/{pod}", f":{port}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
             try:
-                said = running.stdout.readline() if running.stdout is not None else ""
-                if (found := _FORWARDS.match(said)) is None:
-                    raise PlaneError(f"kubectl port-forward of {pod} said: {said}")
+                line = running.stdout.readline() if running.stdout is not None else ""
+                if (found := _FORWARDS.match(line)) is None:
+                    raise PlaneError(f"kubectl port-forward of {pod} printed: {line}")
                 yield int(found[1])
             finally:
                 running.terminate()

@@ -51,8 +51,8 @@ def install(scene: Scene) -> None:
     scene.kubectl("create", "namespace", SYSTEM)
     scene.kubectl("label", "namespace", SYSTEM, NAMESPACE, _RESTRICTED)
     chart = str(ROOT / "charts" / "asyncflow")
-    ours = ("--set", f"image.repository={PREFIX}/operator", "--set", f"runtime.prefix={PREFIX}")
-    scene.helm("install", RELEASE, chart, "--namespace", SYSTEM, *ours, "--wait", "--timeout", "120s")
+    images = ("--set", f"image.repository={PREFIX}/operator", "--set", f"runtime.prefix={PREFIX}")
+    scene.helm("install", RELEASE, chart, "--namespace", SYSTEM, *images, "--wait", "--timeout", "120s")
     scene.kubectl("--namespace", SYSTEM, "get", "pods")
 
 
@@ -98,8 +98,8 @@ def clean(scene: Scene) -> None:
     scene.transcript.chapter("What is left")
     scene.kubectl("delete", "rlj", "--all")
     kinds = scene.kinds()
-    ours = "app.kubernetes.io/part-of=asyncflow"
-    scene.wait(lambda: not scene.left(*kinds, namespace=NAMESPACE, selector=ours), "all that the jobs owned to be gone")
+    own = "app.kubernetes.io/part-of=asyncflow"
+    scene.wait(lambda: not scene.left(*kinds, namespace=NAMESPACE, selector=own), "all that the jobs owned to be gone")
     scene.kubectl(
         "get", "all,persistentvolumeclaims,configmaps,secrets,serviceaccounts,poddisruptionbudgets,networkpolicies"
     )
@@ -124,8 +124,8 @@ def _ask_driver(scene: Scene, job: str) -> None:
     """Query a driver and send it a command through kubectl port-forward, as the guide describes."""
     driver, secrets = f"{job}-driver-0", scene.status(job)["secrets"]
     with scene.forwarded(driver, HTTP_PORT) as port:
-        said = json.loads(_curl(f"http://127.0.0.1:{port}/v1/status"))
-    scene.transcript.check("the driver says how it goes", holds=said["phase"] == "Running", found=said["phase"])
+        status = json.loads(_curl(f"http://127.0.0.1:{port}/v1/status"))
+    scene.transcript.check("the driver says how it goes", holds=status["phase"] == "Running", found=status["phase"])
     with tempfile.TemporaryDirectory() as folder, scene.forwarded(driver, CONTROL_PORT) as port:
         authority, header = Path(folder, "ca.crt"), Path(folder, "header")
         authority.write_bytes(scene.secret(secrets["viewer"]["name"], "ca.crt"))
@@ -141,10 +141,10 @@ def _ask_driver(scene: Scene, job: str) -> None:
 
 def _curl(*arguments: str) -> str:
     command = ["curl", "--silent", "--show-error", "--max-time", "20", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
-    if ended.returncode != 0:
-        raise PlaneError(f"curl ended with {ended.returncode}: {ended.stderr}")
-    return ended.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
+    if result.returncode != 0:
+        raise PlaneError(f"curl ended with {result.returncode}: {result.stderr}")
+    return result.stdout
 
 
 def _finish(scene: Scene, job: str, ledger: Path) -> None:
@@ -169,12 +169,12 @@ def _finish(scene: Scene, job: str, ledger: Path) -> None:
 
 def _audit(scene: Scene, job: str, folder: Path) -> None:
     command = [sys.executable, "-m", "asyncflow", "audit", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
-    scene.transcript.command(f"asyncflow audit {folder}", ended.stdout + ended.stderr)
-    account = {words[:-1]: int(number) for words, number in _rows(ended.stdout)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
+    scene.transcript.command(f"asyncflow audit {folder}", result.stdout + result.stderr)
+    account = {words[:-1]: int(number) for words, number in _rows(result.stdout)}
     for what in ("lost", "duplicated"):
         found = account.get((what,), -1)
-        scene.transcript.check(f"{job}: samples {what}", holds=found == 0 and ended.returncode == 0, found=found)
+        scene.transcript.check(f"{job}: samples {what}", holds=found == 0 and result.returncode == 0, found=found)
 
 
 def _rows(printed: str) -> list[tuple[tuple[str, ...], str]]:
@@ -228,8 +228,8 @@ def _forced(pod: str) -> tuple[str, ...]:
 
 def _requests(scene: Scene) -> None:
     """Record the operator's requests to the API server, and check that none lacked a permission."""
-    asked = scene.node.plane.requests(user=_OPERATOR)
-    writes = Counter(f"{each.verb} {each.resource}" for each in asked if each.is_write)
-    scene.transcript.say(f"the operator made {len(asked)} requests, among them {dict(writes.most_common())}")
-    forbidden = sorted({f"{each.verb} {each.resource}" for each in asked if each.code == HTTPStatus.FORBIDDEN})
+    requests = scene.node.plane.requests(user=_OPERATOR)
+    writes = Counter(f"{each.verb} {each.resource}" for each in requests if each.is_write)
+    scene.transcript.say(f"the operator made {len(requests)} requests, among them {dict(writes.most_common())}")
+    forbidden = sorted({f"{each.verb} {each.resource}" for each in requests if each.code == HTTPStatus.FORBIDDEN})
     scene.transcript.check("requests that its rights did not cover", holds=not forbidden, found=forbidden)

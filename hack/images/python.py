@@ -149,8 +149,8 @@ def _files(each: Distribution) -> Iterator[Entry]:
 
 def _ldd(binaries: Sequence[str]) -> set[Path]:
     """Return the libraries that binaries link, directly or indirectly, without those that ldd does not find."""
-    said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=_DEADLINE_S, check=False).stdout
-    return {Path(path) for path in _LINKS.findall(said)}
+    text = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=_DEADLINE_S, check=False).stdout
+    return {Path(path) for path in _LINKS.findall(text)}
 
 
 def _place(library: Path) -> str:

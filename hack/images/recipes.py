@@ -53,17 +53,17 @@ def image(name: str) -> Image:
 
 
 def _own_image(name: str) -> Image:
-    said = dockerfile.read(ROOT / "images" / name / "Dockerfile")
+    parsed = dockerfile.read(ROOT / "images" / name / "Dockerfile")
     wheel = _wheel()
-    needed = installed(distributions(wheel.requires, said.extras, without=_CUDA))
-    tools = programs(said.packages)
+    needed = installed(distributions(wheel.requires, parsed.extras, without=_CUDA))
+    tools = programs(parsed.packages)
     libraries = linked([*interpreter(), *needed, *tools])
     layers = (
         _system(),
         make_layer(f"{name}-needs", [*needed, *tools, *libraries]),
         make_layer("asyncflow", wheel.entries),
     )
-    return Image(name=f"{PREFIX}/{name}:{__version__}", layers=layers, config=said.config)
+    return Image(name=f"{PREFIX}/{name}:{__version__}", layers=layers, config=parsed.config)
 
 
 @cache
@@ -105,8 +105,8 @@ def _wheel() -> _Wheel:
             for file in sorted(site.rglob("*"))
             if file.is_file()
         ]
-        ours = Distribution.at(next(site.glob("*.dist-info")))
-        return _Wheel(ours.requires or [], [*entries, *command_lines(ours.entry_points)])
+        own = Distribution.at(next(site.glob("*.dist-info")))
+        return _Wheel(own.requires or [], [*entries, *command_lines(own.entry_points)])
 
 
 def _unpack_wheel(folder: Path, site: Path) -> None:
@@ -119,15 +119,15 @@ def _unpack_wheel(folder: Path, site: Path) -> None:
         else:
             (source / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [*pip, "--wheel-dir", str(folder), str(source)],
         capture_output=True,
         text=True,
         timeout=_WHEEL_DEADLINE_S,
         check=False,
     )
-    if ended.returncode != 0:
-        raise ImageError(f"our wheel could not be built:\n{ended.stderr}")
+    if result.returncode != 0:
+        raise ImageError(f"our wheel could not be built:\n{result.stderr}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(site)
 

@@ -173,7 +173,7 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
     go = ["nice", "-n", "19", "go", "build", "-trimpath", "-buildvcs=false", "-tags", ",".join(target.tags)]
     go += ["-ldflags", " ".join(("-s -w", *stamps))]
     with log.open("wb") as out:
-        ended = subprocess.run(
+        result = subprocess.run(
             [*go, "-o", str(output), target.package],
             cwd=MODULES / target.module,
             env=os.environ | {"CGO_ENABLED": "0"},
@@ -183,9 +183,9 @@ def _compile(target: Target, release: str, output: Path, log: Path) -> None:
             timeout=_BUILD_DEADLINE_S,
             check=False,
         )
-    if ended.returncode != 0:
+    if result.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        raise BuildError(f"`go build {target.package}` ended with {ended.returncode}; the end of {log}:\n{tail}")
+        raise BuildError(f"`go build {target.package}` ended with {result.returncode}; the end of {log}:\n{tail}")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _source(module: str, name: str) -> Path:
 
 
 def _go(module: str, command: list[str | Path]) -> str:
-    ended = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=MODULES / module,
         env=os.environ | {"CGO_ENABLED": "0"},
@@ -79,9 +79,11 @@ def _go(module: str, command: list[str | Path]) -> str:
         timeout=_DEADLINE_S,
         check=False,
     )
-    if ended.returncode != 0:
-        raise BuildError(f"`{' '.join(map(str, command))}` ended with {ended.returncode}: {ended.stdout}{ended.stderr}")
-    return ended.stdout
+    if result.returncode != 0:
+        raise BuildError(
+            f"`{' '.join(map(str, command))}` ended with {result.returncode}: {result.stdout}{result.stderr}"
+        )
+    return result.stdout
 
 
 def _admissible(definition: dict[str, Any]) -> dict[str, Any]:

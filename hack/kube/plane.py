@@ -158,7 +158,7 @@ class ControlPlane:
         manifest: its standard input, for ``-f -``; kubeconfig: of its user, by default the administrator.
         """
         text = manifest if isinstance(manifest, str) or manifest is None else json.dumps(manifest)
-        ended = subprocess.run(
+        result = subprocess.run(
             [binary("kubectl"), *arguments],
             input=text or "",
             env=os.environ | {"KUBECONFIG": str(kubeconfig or self.admin), "KUBECACHEDIR": str(self.folder / "cache")},
@@ -167,9 +167,9 @@ class ControlPlane:
             timeout=timeout_s,
             check=False,
         )
-        if ended.returncode != 0:
-            raise KubectlError(arguments, ended.returncode, ended.stderr)
-        return ended.stdout
+        if result.returncode != 0:
+            raise KubectlError(arguments, result.returncode, result.stderr)
+        return result.stdout
 
     def install_crds(self, folder: Path) -> None:
         """Apply the CustomResourceDefinitions in ``folder`` with kubectl and wait until they are served."""

@@ -123,9 +123,9 @@ class Restarted(Process):
 
     def died(self) -> str:
         """Restart the process if it ended with ``status``; otherwise return how it ended by itself."""
-        said = super().died()
+        message = super().died()
         if self._running is None or self._running.returncode != self._status:
-            return said
+            return message
         self.start()
         return ""
 
@@ -140,8 +140,8 @@ def wait_until(
     deadline = time.monotonic() + timeout_s
     while not condition():
         for process in needed:
-            if said := process.died():
-                raise PlaneError(f"waited for {what}, but {said}")
+            if message := process.died():
+                raise PlaneError(f"waited for {what}, but {message}")
         if time.monotonic() > deadline:
             logs = "".join(f"\nthe end of {process.log}:\n{process.tail()}" for process in needed)
             raise PlaneError(f"waited {timeout_s:g} s for {what}{logs}")

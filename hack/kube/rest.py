@@ -126,13 +126,13 @@ class Api:
                 headers={"Content-Type": form, "Accept": "application/json"},
             )
             answer = connection.getresponse()
-            said = answer.status, answer.read()
+            response = answer.status, answer.read()
         except BaseException:
             connection.close()
             raise
         if connection.sock is not None:
             self._kept.connection = connection
-        return said
+        return response
 
     def _connection(self, timeout_s: float) -> http.client.HTTPSConnection:
         """Return this thread's connection, or a new one if the server closed it, which makes its socket readable."""

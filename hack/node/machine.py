@@ -60,10 +60,10 @@ def _missing() -> list[str]:
 
 def run(*command: str | Path, within_s: float = _DEADLINE_S) -> str:
     """Run a command and return its output. Raises PlaneError, with its error output, if it fails."""
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
-    if ended.returncode != 0:
-        raise PlaneError(f"`{' '.join(map(str, command))}` ended with {ended.returncode}: {ended.stderr.strip()}")
-    return ended.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    if result.returncode != 0:
+        raise PlaneError(f"`{' '.join(map(str, command))}` ended with {result.returncode}: {result.stderr.strip()}")
+    return result.stdout
 
 
 def connect(init: int) -> None:

@@ -94,11 +94,11 @@ class Node:
             assert importing.stdin is not None
             try:
                 wanted.write(importing.stdin)
-                _, said = importing.communicate(timeout=_IMPORT_DEADLINE_S)
+                _, errors = importing.communicate(timeout=_IMPORT_DEADLINE_S)
             finally:
                 importing.kill()
         if importing.returncode != 0:
-            raise PlaneError(f"{wanted.name} could not be imported: {said.decode().strip()}")
+            raise PlaneError(f"{wanted.name} could not be imported: {errors.decode().strip()}")
 
     def inside(self, *command: str | Path) -> list[str | Path]:
         """Return the command line that runs ``command`` in the namespaces of the node."""

@@ -38,4 +38,4 @@ def test_after_a_storm_all_is_as_the_specs_say_and_nothing_of_others_was_changed
     storm.run(EVENTS)
     storm.settle()
     assert len(storm.events) == EVENTS
-    assert storm.ailments() == []
+    assert storm.differences() == []
