@@ -131,7 +131,7 @@ def throughput(made: dict[int, dict[str, Any]], first: int, last: int) -> float:
     return tokens / (float(made[last]["ended"]) - float(made[first]["ended"]))
 
 
-def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple[float, list[float]]:
+def run_static(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple[float, list[float]]:
     """Run a job with a constant number of rollouts.
 
     Return its throughput, and the throughput of each window of ``versions`` steps divided by it.
@@ -147,7 +147,7 @@ def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple
     return whole, [throughput(made, a, b) / whole for a, b in pairwise(marks)]
 
 
-def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], versions: int) -> Change:
+def one_change(job: Job, *, before: int, after: int, static: dict[int, float], versions: int) -> Change:
     """Scale the job, and measure the throughput afterwards."""
     requested = time.monotonic()
     job.scale(after)
@@ -155,7 +155,7 @@ def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], v
     settled_s = time.monotonic() - requested
     first = steps_done(job.folder) + 2  # the step in progress has mixed numbers of rollouts; then skip one version
     job.until_step(first + versions)
-    return Change(before, after, settled_s, throughput(job.steps(), first, first + versions) / fleets[after])
+    return Change(before, after, settled_s, throughput(job.steps(), first, first + versions) / static[after])
 
 
 def joiners(folder: Path, published: Sequence[float]) -> list[tuple[float, int]]:
@@ -189,13 +189,13 @@ def main() -> int:
     parser.add_argument("--static-steps", type=int, default=20, help="number of steps of each job of a constant size")
     options = parser.parse_args()
     dice, numbers = random.Random(options.seed), range(options.least, options.most + 1)
-    fleets: dict[int, float] = {}
+    static: dict[int, float] = {}
     windows: list[float] = []
     for rollouts in numbers:
         folder = options.output / f"static-{rollouts}"
-        fleets[rollouts], some = of_fleet(folder, rollouts, steps=options.static_steps, versions=options.versions)
+        static[rollouts], some = run_static(folder, rollouts, steps=options.static_steps, versions=options.versions)
         windows += some
-        print(f"{rollouts} rollouts that stay: {fleets[rollouts]:.0f} tokens/s", flush=True)
+        print(f"{rollouts} rollouts, constant: {static[rollouts]:.0f} tokens/s", flush=True)
     job = Job(options.output / "scaled", rollouts=options.least, most=options.most, steps=100_000)
     job.until(lambda: job.generates_with(options.least), "the first rollouts")
     job.until_step(WARM)
@@ -203,7 +203,7 @@ def main() -> int:
     now = options.least
     while len(changes) < options.changes:
         after = dice.choice([number for number in numbers if number != now])
-        changes.append(one_change(job, before=now, after=after, fleets=fleets, versions=options.versions))
+        changes.append(one_change(job, before=now, after=after, static=static, versions=options.versions))
         now = after
         made = changes[-1]
         print(f"{len(changes):3d}: {made.before} -> {after} in {made.settled_s:.1f} s, {made.ratio:.3f}", flush=True)
@@ -219,22 +219,22 @@ def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trai
     joined = joiners(job.folder, [float(line["at"]) for line in made.values()])
     versions = [each for _, each in joined]
     audit = audit_ledger(job.folder / "ledger")
-    print(f"throughput to that of a fleet that stays: mean {whole:.3f}, {_spread(ratios)}")
-    print(f"  as many versions of fleets that stay:   {_spread(windows)}")
+    print(f"throughput relative to a constant number of rollouts: mean {whole:.3f}, {_spread(ratios)}")
+    print(f"  windows of the same length with a constant number:  {_spread(windows)}")
     for words, some in (
         ("joined", [each.ratio for each in changes if each.after > each.before]),
         ("left", [each.ratio for each in changes if each.after < each.before]),
     ):
         print(f"  after some {words}: mean {statistics.fmean(some or [0.0]):.3f} of {len(some)}")
     print(
-        f"{len(joined)} joined: first sample {_spread([each for each, _ in joined])} s after the process began to run,"
+        f"{len(joined)} joined: first sample {_spread([each for each, _ in joined])} s after the start of the process,"
     )
     print(f"  versions published meanwhile: {dict(sorted(Counter(versions).items()))}")
-    print(f"until all was as asked for: {_spread([change.settled_s for change in changes])} s")
-    print(f"trainer attempt {trainer_attempt}; trained {audit.trained}, lost {audit.lost}, twice {audit.duplicated}")
+    print(f"until the change was complete: {_spread([change.settled_s for change in changes])} s")
+    print(f"trainer attempt {trainer_attempt}; trained {audit.trained}, lost {audit.lost}, doubled {audit.duplicated}")
     problems = [*audit.problems, *weight_errors(load_job(job.folder / "job.yaml"), job.folder)]
     if whole < BAR or median < BAR:
-        problems.append(f"the throughput after a change is below {BAR:.0%} of that of a fleet that stays")
+        problems.append(f"the throughput after a change is below {BAR:.0%} of that with a constant number of rollouts")
     if not joined or max(versions) > 1:
         problems.append(f"{sum(each > 1 for each in versions)} of {len(joined)} joiners needed more than one version")
     if trainer_attempt != 0:

@@ -137,7 +137,8 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
     if critic_role(job.spec) is not None:
         learned = newest_counts(folder, CRITIC_COUNTS)
         found += [
-            f"entry {i} is {learned[i]} in the critic, and {counts[i]}" for i in np.flatnonzero(learned != counts)
+            f"entry {i} is {learned[i]} in the critic, {counts[i]} in the trainer"
+            for i in np.flatnonzero(learned != counts)
         ]
         print(f"critic: {int(learned.sum())} samples learned, at most {int(learned.max())} times")
     samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * job.spec.algorithm.group_size

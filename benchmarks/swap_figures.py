@@ -149,7 +149,7 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
             met=stopped_s > lease_s,
         ),
         Bar(
-            what="its rows had by others",
+            what="its rows leased by other rollouts",
             limit=f"within {lease_s:g} s",
             measured=f"{incident.held} rows, {_span(incident.again)} s after the stop",
             met=len(incident.again) > 0 and max(incident.again) <= lease_s,

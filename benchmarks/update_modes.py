@@ -201,7 +201,7 @@ def stopped_bars(figures: Figures, usual: Figures) -> list[Bar]:
     return [
         Bar(
             what=f"stopped: rollout {incident.victim} while it received θ{incident.during}, and to the end",
-            measured=f"{incident.continued - incident.stopped:.1f} s, {incident.held} rows, had by others after "
+            measured=f"{incident.continued - incident.stopped:.1f} s, {incident.held} rows, leased by others after "
             f"{max(incident.again, default=0.0):.1f} s at most",
         ),
         Bar(

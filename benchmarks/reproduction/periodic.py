@@ -131,5 +131,5 @@ def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
             bar=START_S / each.expected,
         )
     yield Figure(
-        what="linearity from 16 to 64 devices", paper=0.867, how="missed", why="it is of devices that are not here"
+        what="linearity from 16 to 64 devices", paper=0.867, how="missed", why="it needs devices that are not here"
     )

@@ -127,7 +127,7 @@ def _unpack_wheel(folder: Path, site: Path) -> None:
         check=False,
     )
     if result.returncode != 0:
-        raise ImageError(f"our wheel could not be built:\n{result.stderr}")
+        raise ImageError(f"AsyncFlow's wheel could not be built:\n{result.stderr}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(site)
 

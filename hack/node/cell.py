@@ -53,7 +53,7 @@ class Cell:
     def inside(self, *command: str | Path) -> list[str | Path]:
         """Return the command line that runs ``command`` inside."""
         if not self.init:
-            raise PlaneError("the node does not run")
+            raise PlaneError("the node is not running")
         return ["nsenter", "--target", str(self.init), "--mount", "--net", "--pid", *command]
 
     def end(self) -> None:

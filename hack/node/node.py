@@ -56,7 +56,7 @@ class Node:
     def folder(self) -> Path:
         """The folder for all files of the node, removed by ``stop``."""
         if self._folder is None:
-            raise PlaneError("the node does not run")
+            raise PlaneError("the node is not running")
         return self._folder.path
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class Node:
     def inside(self, *command: str | Path) -> list[str | Path]:
         """Return the command line that runs ``command`` in the namespaces of the node."""
         if self._cell is None:
-            raise PlaneError("the node does not run")
+            raise PlaneError("the node is not running")
         return self._cell.inside(*command)
 
     def kill(self, container: str) -> None:
@@ -139,7 +139,7 @@ class Node:
 
     def _launch(self, name: str, *command: str | Path) -> None:
         if self._cell is None:
-            raise PlaneError("the node does not run")
+            raise PlaneError("the node is not running")
         process = self._cell.process(name, *command)
         self._processes.append(process)
         process.start()

@@ -105,7 +105,7 @@ def test_a_server_that_dies_is_told_with_the_end_of_its_log() -> None:
     plane = ControlPlane(apiserver_flags=["--no-such-flag"])
     with pytest.raises(PlaneError, match=r"(?s)waited for the API server.*apiserver ended with 1.*unknown flag"):
         plane.start()
-    with pytest.raises(PlaneError, match="does not run"):
+    with pytest.raises(PlaneError, match="is not running"):
         _ = plane.folder
 
 
