@@ -126,7 +126,7 @@ page: $(STAMP)
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py
 
-# The same for all update modes: seven runs.
+# Measure every update mode behind a slow link, as delayed-update does for one: seven runs.
 update-modes: $(STAMP)
 	$(BIN)/python benchmarks/update_modes.py
 

@@ -53,7 +53,7 @@ class Shim:
         self._write(0, "")
 
     def fail_for(self, seconds: float, number: int, path: str) -> str:
-        """Make the disk fail for so many seconds, and return a description."""
+        """Make the disk fail for ``seconds``, and return a description."""
         self.fail(number, path)
         time.sleep(seconds)
         self.heal()
