@@ -117,7 +117,7 @@ def connect(controller: Callable[[], str | None], unit: Callable[[], str | None]
 
 
 def broken_compaction(folder: Path, dice: random.Random, shim: Shim) -> str:
-    """Make the ledger's disk fail for short times while the ledger is compacted all the time; restart the controller."""
+    """Make the ledger's disk fail for short times during constant compaction; restart the controller."""
     pair = Pair(folder, shim)
 
     def meanwhile() -> None:

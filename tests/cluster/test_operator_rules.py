@@ -57,7 +57,7 @@ def test_of_an_operator_that_works_nothing_is_said(scraped: Scraped) -> None:
 
 
 def test_reconciles_and_probes_that_fail_are_told(scraped: Scraped) -> None:
-    """One object that fails for good is tried again once a minute."""
+    """One object that fails permanently is tried again once a minute."""
     changes = working("failed", per_minute=1)
     told = [
         {"alertname": "AsyncFlowReconcileErrors", "kind": "RLJob", **ON},

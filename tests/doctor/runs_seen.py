@@ -57,7 +57,7 @@ def evidence(
     lives: Mapping[str, Life] | None = None,
     **rest: Any,
 ) -> Evidence:
-    """Return the evidence of a run of an example: a healthy one, but for what is given."""
+    """Return the evidence of a run of an example: a healthy one, except for the given changes."""
     return Evidence(
         name="run",
         spec=load_job(EXAMPLES / of, settings).spec,

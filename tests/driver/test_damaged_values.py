@@ -157,7 +157,7 @@ def test_an_evaluation_of_a_step_that_the_run_has_not_is_none(tmp_path: Path) ->
     assert isinstance(progress.evaluations[0], EvaluationResult)
 
 
-def test_totals_that_cannot_be_are_counted_anew(tmp_path: Path) -> None:
+def test_totals_that_cannot_be_are_counted_again(tmp_path: Path) -> None:
     for odd in ({"scored": -1}, {"failed": {"raised": -3}}, {"scored": 2**53}, {"alike": {"half": 1}}):
         files = sound()
         files[journal.REWARDS] |= odd

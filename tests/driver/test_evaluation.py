@@ -1,4 +1,4 @@
-"""Evaluations on a real queue: counted once, and begun anew when their weights are of another history."""
+"""Evaluations on a real queue: counted once, and started again when their weights are of another history."""
 
 import asyncio
 import itertools

@@ -82,7 +82,7 @@ def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> N
     assert made.paused.startswith("the reward to be fixed: 9 of 17 samples")
 
 
-def test_steps_are_judged_on_their_own_and_anew_after_a_pause() -> None:
+def test_steps_are_judged_on_their_own_and_again_after_a_pause() -> None:
     made = tally(needed=4)
     for step in (1, 2):
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_an_evaluation_pauses_nothing_however_much_of_it_fails() -> None:
     assert made.outcomes() == {"scored": 0, "raised": 9}
 
 
-def test_a_step_that_was_trained_is_judged_anew_where_it_is_made_again() -> None:
+def test_a_step_that_was_trained_is_judged_again_where_it_is_made_again() -> None:
     made = tally(needed=4)
     for outcome in ("", "", "", "", "", "", "raised", "raised"):
         made.take(row(outcome), step=1)

@@ -72,7 +72,7 @@ def test_a_recommendation_is_followed_when_it_has_lasted() -> None:
     assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20, shortage=FOUR_WERE_TOO_FEW))
 
 
-def test_a_recommendation_that_turns_or_ends_begins_anew() -> None:
+def test_a_recommendation_that_turns_or_ends_starts_again() -> None:
     window = SignalWindow(4, 17, Recommendation("more", 100.0))
     assert POLICY.follow(signals(), window=window, now=150.0) == (4, SignalWindow(4, 17))
     turned = SignalWindow(4, 17, Recommendation("fewer", 500.0))

@@ -1,4 +1,4 @@
-"""A run whose folder lies on a disk of its own, which fills up, or can only be read any more."""
+"""A run whose folder lies on a disk of its own, which fills up or becomes read-only."""
 
 import os
 import signal

@@ -95,7 +95,7 @@ def test_the_next_supervisor_begins_with_what_the_policy_wanted_last(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rollout": -1}', b'{"rollout": "4"}', b"\xff"])
-def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_anew(tmp_path, caplog, content):
+def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_again(tmp_path, caplog, content):
     file = tmp_path / "scale.json"
     write_request(file, "rollout", 3)
     scaling = Scaling(role=ROLE, file=file)

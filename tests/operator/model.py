@@ -41,7 +41,7 @@ class World(Cluster):
         self.seen_resources = dict(self.resources)
 
     def see_all(self) -> None:
-        """List everything anew."""
+        """List everything again."""
         self.see_spec()
         self.seen_pods = dict(self.pods)
         self.seen_objects = {ref: view for ref, view in self.objects.items() if ref.kind != "Secret"}

@@ -55,7 +55,7 @@ class Cluster(ApiServer):
         del self.pods[pod.name]
 
     def lose_node_of(self, pod: PodView) -> None:
-        """Its node does not answer any more: the cluster says that it is not ready, and no deletion of it ends."""
+        """Its node no longer answers: the cluster says that it is not ready, and no deletion of it ends."""
         self.silent.add(pod.uid)
         self._set(pod, ready=False, unreachable=True)
 
@@ -191,7 +191,7 @@ class Cluster(ApiServer):
         self.resources[JOB] = replace(known, owner=owner, problem=problem, problem_reason=reason)
 
     def scale_queue(self, units: int) -> None:
-        """Change the job's own queue, as kubectl scale does: the number is not the operator's field any more."""
+        """Change the job's own queue, as kubectl scale does: the number is no longer a field of the operator."""
         known = self.resources[QUEUE]
         model = known.model.model_copy(update={"spec": known.model.spec.model_copy(update={"storage_units": units})})
         owner = replace(known.owner, generation=known.owner.generation + 1)

@@ -1,4 +1,4 @@
-"""Tests of what the page is told of a run's files: each line once, and all of it anew where a file is another one."""
+"""Changes of a run's files for the page: each line once, and everything again when a file was replaced."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     assert [event["event"] for event in later["events"]] == ["evaluation"]
 
 
-def test_a_run_that_took_the_place_of_another_is_told_anew(tmp_path: Path) -> None:
+def test_a_run_that_took_the_place_of_another_is_told_again(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(step(1) + step(2))
     cursor = changes(tmp_path, "")["cursor"]
     (tmp_path / "metrics.jsonl").rename(tmp_path / "old")

@@ -41,7 +41,7 @@ class Watched:
 
     @property
     def wrong(self) -> list[str]:
-        """Errors of the program, and what its policy refused, but for those that are expected."""
+        """Errors of the program, and what its policy refused, except for expected ones."""
         return [error for error in self._errors if not any(words in error for words in self.expected)]
 
     def text(self, selector: str) -> str:

@@ -177,7 +177,7 @@ def test_resuming_an_older_checkpoint_makes_the_samples_after_it_again(queue):
     assert queue.counts == {RowState.TRAINED: 4}
 
 
-def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_begun_anew(queue):
+def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_started_again(queue):
     training = queue.table.training
     training.begin(P, 0, 0, 1)
     training.open_step(P, 1, 1, 2)

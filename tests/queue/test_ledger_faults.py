@@ -1,7 +1,7 @@
 """The ledger on a disk that fails, or loses its power, at any of its operations: what was confirmed is read back.
 
-The disk is real but for one operation, which fails or after which nothing more is done. A power cut leaves of each file
-what was synced of it, and of its folder the names that were synced.
+The disk is real except for one operation, which fails or after which nothing is done. After a power cut, a file has
+the bytes that were synced, and its folder the names that were synced.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Disk:
 
 
 async def write(ledger, history, confirmed):
-    """Append to a ledger and compact it again and again, until it is done or nothing can be written any more."""
+    """Append to a ledger and compact it again and again, until it is done or nothing more can be written."""
     ledger.begin([Committed(P, step) for step in history])
     while len(history) < STEPS:
         history.append(len(history))

@@ -21,7 +21,7 @@ def columns(lengths):
 
 
 def nbytes(backend):
-    """Bytes in memory, those that nobody needs any more included."""
+    """Bytes in memory, including those that are no longer needed."""
     return sum(cells.column.nbytes for blob in backend._blobs.values() for cells in blob.values())
 
 

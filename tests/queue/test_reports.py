@@ -22,7 +22,7 @@ UNITS = [UnitView(unit=n, state="serving", rows=9, bytes=100 + n, limit=1000 + n
 
 @pytest.fixture
 def table(queue):
-    """A step of three groups: one is scored but for a row that was filtered, one is leased, one is ready."""
+    """A step of three groups: one is scored except for a row that was filtered, one is leased, one is ready."""
     queue.create(0, 1, 2)
     queue.create(0, partition="eval", purpose="eval")
     queue.complete(queue.claim("rollout", rows=2), "response")

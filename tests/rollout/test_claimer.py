@@ -189,7 +189,7 @@ async def test_a_claim_that_fails_is_made_again_after_a_while(monkeypatch: pytes
         async def claim(self, **given: object) -> SimpleNamespace:
             if len(failed) < 2:
                 failed.append(given)
-                raise PeerLost("the controller is away")
+                raise PeerLost("the controller is unreachable")
             again.set()
             return await asyncio.Event().wait()
 

@@ -162,7 +162,7 @@ async def test_rows_may_begin_once_their_prompts_are_fetched_from_each_unit_at_o
 
 
 async def test_rows_whose_prompts_cannot_be_had_are_given_back(table):
-    table.queue.fails = lambda call, names: PeerLost("the unit is away") if call == "fetch" else None
+    table.queue.fails = lambda call, names: PeerLost("the unit is unreachable") if call == "fetch" else None
     (job,) = await table.take(leased(1))
     assert table.queue.given_back == [([10], "the prompt cannot be fetched", None)]
     assert (len(table.rows), table.holding, job.gone, table.instance.held) == (0, [1, 0], True, 0)
@@ -176,7 +176,7 @@ async def test_rows_that_need_a_version_that_will_not_come_are_given_back_at_onc
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_what_an_earlier_holder_left_is_gone_on_behind_or_made_anew(table, there):
+async def test_what_an_earlier_holder_left_is_gone_on_behind_or_made_again(table, there):
     lost = PeerLost("the response is gone")
     table.queue.fails = lambda call, names: lost if names == RESPONSE and not there else None
     begun, fresh, judged = await table.take(
@@ -225,14 +225,14 @@ async def test_rows_are_given_back_with_what_is_new_of_their_responses(table):
 
 async def test_a_beginning_that_is_not_taken_keeps_no_row_from_others(table):
     jobs = await table.take(leased(1), leased(2, unit=1))
-    table.queue.fails = lambda call, names: PeerLost("the unit is away") if names else None
+    table.queue.fails = lambda call, names: PeerLost("the unit is unreachable") if names else None
     await table.rows.give_back(jobs, reason="it leaves", partial={job: response(2) for job in jobs})
     assert sorted(table.queue.given_back) == [([10], "it leaves", None), ([20], "it leaves", None)]
 
 
 async def test_a_row_that_cannot_be_given_back_waits_for_its_lease_to_end(table):
     (job,) = await table.take(leased(1))
-    table.queue.fails = lambda call, names: PeerLost("the controller is away")
+    table.queue.fails = lambda call, names: PeerLost("the controller is unreachable")
     job.task = asyncio.current_task()
     table.changed.clear()
     await table.rows.give_back([job], reason="it leaves")
@@ -302,7 +302,7 @@ async def test_long_responses_are_saved_again_and_again_as_far_as_they_are_new(t
     assert await look(long=2, refused=2, short=1) == [{10: [20, 21], 20: [20, 21]}]
     assert (long.saved_tokens, refused.saved_tokens, short.saved_tokens) == (2, 0, 0)
     assert await look(long=2) == [], "nothing of it is new"
-    table.queue.fails = lambda call, names: PeerLost("the unit is away")
+    table.queue.fails = lambda call, names: PeerLost("the unit is unreachable")
     assert await look(long=3) == []
     assert long.saved_tokens == 2
     table.queue.fails = lambda call, names: None
@@ -402,7 +402,7 @@ async def test_samples_are_written_again_until_the_unit_is_back_but_not_those_wh
     delivering.put(leased(2))
     await delivering.writes(1)
     lost.gone = True
-    delivering.queue.answers[0].set_exception(PeerLost("the unit is away"))
+    delivering.queue.answers[0].set_exception(PeerLost("the unit is unreachable"))
     await delivering.writes(2)
     delivering.queue.answers[1].set_result([True])
     await passes(lambda: bool(delivering.ended))

@@ -323,7 +323,7 @@ def leased(*, purpose, there):
     return Job(row=row, prompt_ids=(1,))
 
 
-async def test_what_other_weights_began_is_made_anew(world):
+async def test_what_other_weights_began_is_made_again(world):
     slow = await at_work(world, newest=9, token_s=0.5, swap_at="sequence")
     await asyncio.sleep(0.6)
     await slow.leave()
@@ -413,7 +413,7 @@ async def test_rows_that_are_being_given_back_when_an_instance_leaves_are_given_
     give_back = rollout.queue.give_back
 
     async def no_prompts(*_args, **_options):
-        raise DeadlineExceeded("a unit is away", where="here")
+        raise DeadlineExceeded("a unit is unreachable", where="here")
 
     async def slowly(rows, **options):
         given_back.set()
@@ -515,7 +515,7 @@ async def test_generation_goes_on_where_nothing_can_be_saved(tmp_path, monkeypat
 
         async def without_room(rows, columns, *, timeout):
             tried.set()
-            raise DeadlineExceeded("a unit is away", where="here")
+            raise DeadlineExceeded("a unit is unreachable", where="here")
 
         monkeypatch.setattr(rollout.queue, "save", without_room)
         await world.publish(0)

@@ -191,7 +191,7 @@ def credentials(request: pytest.FixtureRequest, given: Given) -> Credentials | N
 
 
 class Arenas:
-    """The number of arenas that a process has open or mapped, but for those that this one had before the test."""
+    """The number of arenas that a process has open or mapped, except for those that this one had before the test."""
 
     def __init__(self) -> None:
         gc.collect()

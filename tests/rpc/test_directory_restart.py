@@ -1,4 +1,4 @@
-"""A restarted directory has heard of nobody yet; its members must not forget each other for that."""
+"""A restarted directory knows no member yet; its members must not forget each other because of that."""
 
 import asyncio
 import uuid

@@ -192,7 +192,7 @@ async def test_a_client_survives_any_answer(impostor: Any) -> None:
 def test_a_peer_that_hangs_up_before_it_greets_is_dialled_again(
     new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a forwarded port does, or a server with too many connections; in uvloop that is heard of first."""
+    """As a forwarded port does, or a server with too many connections; in uvloop that is noticed first."""
     with socket.create_server(("127.0.0.1", 0)) as listening, asyncio.Runner(loop_factory=new_loop) as runner:
         listening.settimeout(10)
         twice = asyncio.Semaphore(0)

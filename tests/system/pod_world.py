@@ -95,7 +95,7 @@ class Pods:
             self._start(self.pods[name])
 
     def kill(self, *names: str, keep: str = "") -> None:
-        """Kill processes and make them again, with empty folders but for that of ``keep``, as the next attempt."""
+        """Kill processes and make them again, with empty folders except for that of ``keep``, as the next attempt."""
         for name in names:
             self.pods[name].end(signal.SIGKILL, within_s=10)
         for name in names:

@@ -167,7 +167,7 @@ async def test_a_row_may_be_tried_without_an_end_and_what_became_of_each_try_is_
 async def test_rows_that_are_gone_are_passed_over_and_those_beside_them_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first batch one row is gone, and the unit of the other is away for a moment; of the second both are."""
+    """One row of the first batch is gone, and the unit of the other is unreachable for a moment; both of the second."""
     gone, asked, seen, away = {0, 1, 2}, set[int](), list[int](), [{3}]
 
     async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
@@ -184,7 +184,7 @@ async def test_rows_that_are_gone_are_passed_over_and_those_beside_them_are_done
                 raise StaleHandle("the row was released")
             if samples in away:
                 away.remove(samples)
-                raise PeerLost("the unit is away")
+                raise PeerLost("the unit is unreachable")
             return await fetch(rows, names, timeout=timeout)
 
         monkeypatch.setattr(queue, "fetch", fetched)
@@ -290,7 +290,7 @@ async def test_rows_whose_unit_is_away_are_handed_back_on_leaving(
         raise AssertionError
 
     async def away(*_: Any, **__: Any) -> dict[str, Jagged]:
-        raise PeerLost("the unit is away")
+        raise PeerLost("the unit is unreachable")
 
     async with queue_with_responses(tmp_path) as queue:
         monkeypatch.setattr(queue, "fetch", away)

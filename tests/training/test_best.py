@@ -81,7 +81,7 @@ def test_a_driver_that_has_forgotten_replaces_the_best_only_by_a_better_one(tmp_
     assert again.write(7) == [6, 7]
 
 
-def test_a_best_that_was_moved_away_is_found_anew(tmp_path: Path) -> None:
+def test_a_best_that_was_moved_away_is_found_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.tell(judged=2, best=2, value=0.5)
     run.write(2, 3)
@@ -91,7 +91,7 @@ def test_a_best_that_was_moved_away_is_found_anew(tmp_path: Path) -> None:
     assert run.best == 4
 
 
-def test_another_figure_begins_anew(tmp_path: Path) -> None:
+def test_another_figure_starts_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.tell(judged=2, best=2, value=0.5)
     run.write(2, 3)

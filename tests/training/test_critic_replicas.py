@@ -181,7 +181,7 @@ async def test_a_critic_begins_with_a_checkpoint_and_with_no_other_folder(replic
         await asyncio.to_thread(replicas.links[0].load, Path("step-000001/.."))
 
 
-async def test_replicas_that_lost_one_another_answer_only_who_has_them_begin_anew(replicas: Replicas) -> None:
+async def test_replicas_that_lost_one_another_answer_only_who_has_them_start_again(replicas: Replicas) -> None:
     link, (first, second) = replicas.links[0], replicas.models
     second.loses = [PeerLost("the first replica is gone")]
     with pytest.raises(Refused, match="was not loaded by attempt 0"):

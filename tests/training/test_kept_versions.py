@@ -104,7 +104,7 @@ async def test_the_next_version_waits_for_the_one_before_to_be_announced() -> No
 
 async def test_a_driver_that_is_away_for_a_while_hears_of_the_version_later() -> None:
     sender = Sender()
-    sender.fails = [PeerLost("the driver is away")]
+    sender.fails = [PeerLost("the driver is unreachable")]
     made = publication(sender)
     await made.begin(1, lambda: weights(1))
     await made.announced()

@@ -57,7 +57,7 @@ def power_cuts(run: Path, images: Path) -> Iterator[list[Path]]:
 
 
 async def dispatch_again(world: World, first: int) -> None:
-    """Create what the ledger does not know any more, or wants to be made again."""
+    """Create what the ledger no longer knows, or needs again."""
     for step in range(first, STEPS + 1):
         await world.queue.open_step(partition=PARTITION, step=step, groups=GROUPS, group_size=SIZE, timeout=10)
         for serial in range((step - 1) * GROUPS, step * GROUPS):

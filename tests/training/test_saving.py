@@ -166,7 +166,7 @@ async def test_what_nobody_can_wait_out_is_raised(compute) -> None:
 
 async def test_a_queue_that_is_away_for_a_while_hears_of_the_checkpoint_later(compute) -> None:
     scene = Scene(compute)
-    scene.fails["commit"] = [PeerLost("the controller is away")]
+    scene.fails["commit"] = [PeerLost("the controller is unreachable")]
     await scene.save(1)
     assert scene.done[-1] == "commit 1"
 

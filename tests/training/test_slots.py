@@ -44,7 +44,7 @@ class Queue:
         self.asked.append((step, slot))
         if self.lost:
             self.lost -= 1
-            raise PeerLost("the controller is away")
+            raise PeerLost("the controller is unreachable")
         if self.undecided:
             self.undecided -= 1
             return None

@@ -37,7 +37,7 @@ def model(seed: int) -> dict[str, np.ndarray]:
 
 
 def cut(shape: tuple[int, ...], axis: int, rank: int, ranks: int) -> Box:
-    """Return the part of a rank along an axis, in chunks of equal size but for the last ones."""
+    """Return the part of a rank along an axis, in chunks of equal size except for the last ones."""
     size = -(-shape[axis] // ranks)
     start = min(rank * size, shape[axis])
     stop = min(start + size, shape[axis])

@@ -29,7 +29,7 @@ NODES = {"a": "n1", "b": "n1", "c": "n1", "d": "n1", "e": "n2", "f": "n2", "g": 
 class History:
     """Receivers of two layouts on a few nodes that come, ask again, complain, finish, go and come back, over versions.
 
-    Who is taken for lost goes on: its children pull from it, and it, once it is back, asks anew.
+    Who is taken for lost goes on: its children pull from it, and it, once it is back, asks again.
     """
 
     def __init__(self) -> None:

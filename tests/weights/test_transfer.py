@@ -1,4 +1,4 @@
-"""One pull whose peers and whose driver are away for a while."""
+"""One pull whose peers and whose driver are unreachable for a while."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def transfer_of(
 @pytest.mark.parametrize("away", [PeerLost, DeadlineExceeded])
 async def test_what_has_come_is_kept_while_neither_the_source_nor_the_driver_answers(away):
     transport = Fragile(losses=2)
-    transfer, told = transfer_of(transport, away("the driver is away"), [PEER])
+    transfer, told = transfer_of(transport, away("the driver is unreachable"), [PEER])
     record = await transfer.run()
     assert transport.given == ["a", "b", "c", "d"]
     assert (record.faults, told) == (2, ["peer", "peer"])

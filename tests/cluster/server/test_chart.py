@@ -41,7 +41,7 @@ Helm = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[ControlPlane]:
-    """A cluster that has never heard of us."""
+    """A cluster that does not know AsyncFlow."""
     with ControlPlane(audited=True) as running:
         yield running
 

@@ -40,7 +40,7 @@ def bound_to(subject: dict[str, str]) -> dict[str, Any]:
 
 
 def wait_allowed(plane: ControlPlane, namespace: str, **subject: Any) -> None:
-    """Wait until the API server has heard of a binding that lets ``subject`` list pods: it counts a little later."""
+    """Wait until the API server knows a binding that lets ``subject`` list pods: it counts a little later."""
     attributes = {"namespace": namespace, "verb": "list", "resource": "pods"}
     review = {
         "apiVersion": "authorization.k8s.io/v1",

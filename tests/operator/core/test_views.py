@@ -260,7 +260,7 @@ def test_a_job_that_the_contract_refuses_says_what_to_do() -> None:
     assert "Set a value of at least 1" in view.problem
 
 
-def test_a_status_that_nobody_understands_begins_anew() -> None:
+def test_a_status_that_nobody_understands_starts_again() -> None:
     assert custom_resource("RLJob", job(phase=7, somethingNew=1), None).status.phase == "Pending"
 
 

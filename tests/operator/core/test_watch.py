@@ -85,7 +85,7 @@ def test_a_phase_or_a_spec_concerns_all_that_refer_to_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["an object is older", "the list is older than an object"])
-async def test_a_server_that_has_gone_back_to_an_older_state_makes_the_operator_begin_anew(
+async def test_a_server_that_has_gone_back_to_an_older_state_makes_the_operator_start_again(
     world: World, *, kept: bool
 ) -> None:
     backup, version = dict(world.listed), world.version

@@ -189,7 +189,7 @@ def test_a_weight_sync_with_a_stagger_is_for_a_job_whose_rollouts_are_staggered(
     assert weights_for("first", sync, staggered=False, current=BEGUN) == (BEGUN, why), "one that has begun goes on"
 
 
-def test_the_transport_stays_although_the_weight_sync_is_made_anew():
+def test_the_transport_stays_although_the_weight_sync_is_made_again():
     sync = NamedSync(name="shared", exists=True, spec=SyncSpec(transport="mooncake"), user="first")
     weights, why = weights_for("first", sync, staggered=False, current=BEGUN)
     assert weights == BEGUN

@@ -61,7 +61,7 @@ async def grade(client):
     return sorted(row.row for row in leased)
 
 
-async def test_20_what_a_step_has_bound_is_not_reset_unless_the_trainer_begins_anew_nor_what_is_committed(gang):
+async def test_20_what_a_step_has_bound_is_not_reset_unless_the_trainer_starts_again_nor_what_is_committed(gang):
     rows = await grade(gang)
     assert await Partition(gang, P).reset(task="grade", timeout=10) == len(rows) == GROUPS * SIZE
     assert await grade(gang) == rows

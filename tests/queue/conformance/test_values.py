@@ -31,7 +31,7 @@ plain = st.recursive(
 
 @st.composite
 def arrays_of_rows(draw):
-    """Rows of one dtype and one shape but for the first dimension."""
+    """Rows of one dtype and one shape except for the first dimension."""
     dtype, inner = draw(dtypes), draw(inners)
     rows = draw(st.integers(1, 6))
     shapes = [() if inner is None else (draw(st.integers(0, 4)), *inner) for _ in range(rows)]

@@ -88,7 +88,7 @@ async def test_an_answer_to_who_has_gone_keeps_nobody_else_waiting():
 
 
 async def test_a_claim_that_is_abandoned_waits_no_more_although_its_connection_seems_to_be_there(cluster):
-    """It came by one that broke for its caller alone, so nothing was heard of its end here."""
+    """It came by one that broke for its caller alone, so this side has not noticed its end."""
     async with cluster() as queue:
         controller = queue.controller
         _, abandon = controller.handlers.routes()["queue.abandon"]

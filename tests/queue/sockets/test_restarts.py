@@ -59,7 +59,7 @@ async def test_a_restarted_controller_knows_everything_again(cluster):
         assert (await queue.client.audit(timeout=10)).ok
 
 
-async def test_a_unit_that_begins_anew_has_its_samples_made_again(cluster):
+async def test_a_unit_that_starts_again_has_its_samples_made_again(cluster):
     async with cluster() as queue:
         await queue.create(0, 1, 2, 3)
         known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision

@@ -1,4 +1,4 @@
-"""Mooncake's processes that die, hang, begin anew or are full do nothing to a back end that is not said."""
+"""Mooncake's processes that die, hang, restart or are full affect a back end only as documented."""
 
 import asyncio
 import signal
@@ -83,7 +83,7 @@ async def test_a_holder_hangs(make_world):
     await backend.close()
 
 
-async def test_the_master_begins_anew(make_world):
+async def test_the_master_starts_again(make_world):
     world = make_world()
     backend = await world.backend()
     await backend.put(1, rows(10))

@@ -36,7 +36,7 @@ def places(blob, count):
     return [Place(blob, row) for row in range(count)]
 
 
-async def test_a_server_that_begins_anew_has_lost_everything(make_world):
+async def test_a_server_that_starts_again_has_lost_everything(make_world):
     world = make_world()
     backend = await world.backend()
     await backend.put(1, rows(10))
