@@ -1,6 +1,6 @@
 """Conversion of users' values to columns and back; reading returns exactly the values that were put.
 
-Arrays and tensors (numpy, torch, or any with bfloat16) stay arrays. Strings, bytes and plain objects (dicts, lists,
+Arrays and tensors (numpy and torch, including bfloat16) stay arrays. Strings, bytes and plain objects (dicts, lists,
 tuples, numbers, None, arrays in them) keep their types. Rows of one column have the same dtype and the same dimensions
 after the first; a column whose rows all have one shape is returned stacked, as a view.
 

@@ -150,7 +150,6 @@ class Job:
     def request(self, settings: RolloutSettings, *, loaded: Version, continues: bool) -> GenerationRequest:
         """Return the request for the engine, which has loaded ``loaded`` and, if ``continues``, may continue responses.
 
-
         A partial response is continued if the loaded version made all of it. In training rows, a newer version may also
         continue it if responses may mix versions. Otherwise the response is made from scratch.
         """

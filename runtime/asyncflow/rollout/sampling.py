@@ -39,7 +39,7 @@ def stream(*, seed: int, key: SampleKey) -> int:
 
 
 def purpose_seed(seed: int, purpose: str) -> int:
-    """Return the seed of samples made for ``purpose``; ``train`` uses ``seed`` itself, other purposes a derived one."""
+    """Return the seed for ``purpose``: ``seed`` itself for ``train``. So different purposes may share keys."""
     return seed if purpose == "train" else _finalize(seed ^ zlib.crc32(purpose.encode()) << 32)
 
 

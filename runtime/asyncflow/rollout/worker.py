@@ -102,7 +102,7 @@ class RolloutMeter:
     ) -> None:
         """Record the number of running sequences, and whether work waits for other weights.
 
-        That is known only once a claim has found nothing, ``PARKED_S`` after it was made; the time of the claim counts.
+        That is known only once a claim has found nothing, ``PARKED_S`` after it was made; that time counts, too.
 
         waits: why none runs, "" before the first weights; evaluating: whether all running sequences are of evaluations;
         step: of the sequences that were started last; version: step of the loaded weights.

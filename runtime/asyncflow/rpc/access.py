@@ -6,7 +6,7 @@ make them only on its own behalf, so a rollout cannot claim, register or return 
 worker begins with the name of its process, ``ROLE-INDEX-...``. The name of a lease ends with the process that holds it,
 ``ID@ROLE-INDEX``, and only that process may use it.
 
-A client controls a standalone queue. In a job the driver and the trainer control it (``job_table``).
+A client controls a standalone queue. In a job the driver and the trainer control it, clients do little (``job_table``).
 
 Invariant: a call that the table does not allow is refused, and a method that is not in the table cannot be served.
 """

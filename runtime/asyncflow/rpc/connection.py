@@ -100,7 +100,7 @@ class Connection(asyncio.BufferedProtocol):
         return found
 
     def send_greeting(self, greeting: bytes) -> None:
-        """Send this side's greeting unless the connection is lost, which uvloop reports before dialling completes."""
+        """Send this side's greeting unless the connection is lost: uvloop may report that before dialling completes."""
         if not self.closed:
             self._transport.write(greeting)
 

@@ -1,10 +1,10 @@
 """Soft membership: the current members of a job, kept by the driver or by a queue's controller, which all others dial.
 
 The registry is pure and has an injected clock. Its events are ``register``, ``heartbeat``, ``leave`` and ``sweep``.
-``attach`` connects it to a server and a real clock. Only a parked heartbeat needs a running loop. Nothing is stored: a
-restarted directory is empty, answers the first heartbeat of every member with ``known=False``, and so learns all
-members again within one heartbeat. An incarnation (uuid hex) identifies one run of one process permanently, and is its
-worker id everywhere.
+``attach`` connects it to a server and starts periodic sweeps. Only a parked heartbeat needs a running loop. Nothing is
+stored: a restarted directory is empty, answers the first heartbeat of every member with ``known=False``, and so learns
+all members again within one heartbeat. An incarnation (uuid hex) identifies one run of one process permanently, and is
+its worker id everywhere.
 
 Invariants: at most one incarnation of a (role, index) is a member. One that was replaced, or has an older attempt,
 never returns (Fenced). ``on_leave`` is called once for each ``on_join``, and before the join of a replacement. A member
@@ -74,7 +74,8 @@ class Directory:
 
     A heartbeat is answered when there is a change, a broadcast for subscribers, or a call of ``answer_all``, otherwise
     after ``heartbeat_s``. The next one may follow after a millisecond per member of its role, at most ``heartbeat_s``.
-    So changes travel immediately in a small job, and a large job makes no more calls than its regular heartbeats.
+    So the changes of a small role travel immediately; a large role makes no more calls than its regular heartbeats, and
+    does not slow down other roles.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ certificate. From a Unix socket it is trusted: the kernel proves that the caller
 the certificates anyway. A caller whose intended server has ended and left its port to another server disconnects. The
 greetings prove no identity: that is done by TLS or the kernel.
 
-Invariants: messages arrive complete, unchanged and in order, or the stream ends with a ProtocolError.
-A size above ``most`` is refused, and memory is written only by received bytes. The number of unsent bytes is known. Any
-received bytes result in a message of this protocol or in an error that describes the violation.
+Invariants: messages arrive complete, unchanged and in order, or the stream ends with a ProtocolError. A size above
+``most`` is refused, and memory is written only by received bytes. The number of unsent bytes is known. Any received
+bytes result in a message of this protocol or in an error that describes the violation.
 """
 
 from __future__ import annotations

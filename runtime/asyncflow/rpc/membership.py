@@ -236,7 +236,7 @@ class Membership:
     async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
         """Wait until ``predicate()`` is true, evaluated at every change of members or directives; return its value.
 
-        Raises DeadlineExceeded, with ``what`` in its message, and Fenced as early as this process was replaced.
+        Raises DeadlineExceeded, with ``what`` in its message, and Fenced as soon as this process is replaced.
         """
         try:
             async with asyncio.timeout(timeout):

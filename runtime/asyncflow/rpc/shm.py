@@ -278,7 +278,7 @@ class Incoming:
 
     def _map_file(self) -> _Mapping:
         if self._file < 0:
-            raise ProtocolError("a part magic through an arena that is closed")
+            raise ProtocolError("a part came through an arena that is closed")
         mapping = self._mapping = _Mapping(self._file, self._pages * PAGE)
         os.close(self._file)
         self._file = -1

@@ -91,7 +91,7 @@ class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete version. version: packed ``Version``; tensors: in name order; digest: of all contents."""
+    """A complete version, packed ``version``. tensors: in name order; nbytes, digest: of all contents."""
 
     version: int
     tensors: tuple[TensorEntry, ...]

@@ -45,7 +45,7 @@ class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``weights.pair``: the number of the pair, its back end, and the address of its store."""
+    """Reply to ``weights.pair``: the pair's number, its back end, and its store's address, open for a few seconds."""
 
     pair: int
     collective: str
@@ -141,7 +141,7 @@ class PairsTransport(FastTransport):
         return self._make(reply)
 
     def in_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Run a blocking function in a thread. Raises PeerLost for an error of torch."""
+        """Run a function that blocks at most until the deadline in a thread. Raises PeerLost for an error of torch."""
         return asyncio.get_running_loop().run_in_executor(self._threads, _run_translated, work, *arguments)
 
     def receive(self, pair: Any, nbytes: int) -> asyncio.Future[Any]:

@@ -82,7 +82,7 @@ class Pool:
 
 
 def address_of(data: memoryview) -> int:
-    """Return the start address, in this process, of at least one byte."""
+    """Return the address in this process of the first byte of ``data``, which has at least one."""
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
@@ -191,7 +191,7 @@ class PlacedTransport(FastTransport):
 
 
 class PlacedLine(Line):
-    """Reads regions at the locations that the source replies. seen: memory that ``reach`` keeps for the pull."""
+    """Reads regions at the locations that the source returns. seen: memory that ``reach`` keeps for the pull."""
 
     def __init__(self, transport: PlacedTransport, client: RpcClient, version: Version, *, checked: bool) -> None:
         self.seen: dict[int, memoryview] = {}

@@ -4,7 +4,7 @@ Queries about the whole queue are sent to every replica. Queries about a task of
 once it knows the rows that are known here.
 
 Invariants: a stopped replica delays only queries about its own tasks, until a deadline that names the replica.
-``stats`` and ``show`` return the answers of the other replicas, and name the silent ones. No answer about a task is
+``stats`` and ``show`` include the answers of the replicas, and name the silent ones. No answer about a task is
 older than its query. With one controller, no changes are kept for replicas, and no replica is waited for.
 """
 

@@ -122,7 +122,7 @@ class StepTotals(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """One lockstep micro-batch of one rank. last: D_step is exhausted, and ``totals`` are its totals."""
+    """One lockstep micro-batch of one rank. rows: by key; last: D_step is exhausted, and ``totals`` are its totals."""
 
     step: int
     slot: int
@@ -310,7 +310,7 @@ class Listing(Struct, frozen=True, array_like=True):
 class PeekedRows(Struct, frozen=True, array_like=True):
     """Rows as they are now, one element for each row.
 
-    ready: ready for the named task; leased, done: by that task; attempts: how often the task lost its lease on the row;
+    ready: ready for the named task; leased, done: by that task; attempts: how often the task had leased the row before;
     lacks: columns that the task needs and the row does not have; sizes: bytes by column, -1 if it is missing.
     """
 

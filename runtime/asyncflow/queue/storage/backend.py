@@ -123,7 +123,7 @@ class Outcome(Enum):
 
 
 async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:
-    """Repeat ``ask`` until its answer is not None, which means that the store is unreachable; return the answer."""
+    """Return the first answer of ``ask`` that is not None; None means that the store is unreachable, and is retried."""
     waits = delays()
     while (answer := await ask()) is None:
         await asyncio.sleep(next(waits))

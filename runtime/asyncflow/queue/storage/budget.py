@@ -1,4 +1,4 @@
-"""The byte budget of a unit: a put that does not fit waits in a queue.
+"""The byte budget of a unit: a put that does not fit waits until earlier puts have their bytes.
 
 A put may bring a *promise*: a number of bytes that will be written to its rows later. It is accepted only if they fit,
 too. A promised write then uses only the bytes reserved for it, and overtakes all waiting puts.
@@ -18,7 +18,7 @@ from asyncflow.errors import DeadlineExceeded, Refused
 
 
 class _Place(NamedTuple):
-    """A place in a queue. turn: done when its bytes are reserved."""
+    """A place in a waiting line. turn: done when its bytes are reserved."""
 
     size: int
     promise: int

@@ -2,7 +2,8 @@
 
 The cells of one put are a *blob* in the back end. A put is stored first, then reported, then decided. Until then its
 cells are neither old nor new: a fetch of them waits for the decision. A row is created together with a promise of room
-for its outputs, so that a full unit accepts them. A cell is *unfinished* if it was written without completing its row.
+for its outputs, so that a full unit accepts them. A cell is *unfinished* if a holder wrote it and did not complete its
+row with it.
 
 Invariants: every byte is in the budget from before it is stored until after it is freed. The budget promises, for each
 row, the outputs that its creator named and that are not yet written. A row has one cell per column, and an unfinished

@@ -160,7 +160,7 @@ class PackedBackend(Backend):
         await asyncio.shield(self._spawn(self._remove(unneeded)))
 
     async def close(self) -> None:
-        """Close the store. Values are removed now if it outlives the queue, otherwise by its holders or a successor."""
+        """Close the store. Values are removed now if it outlives the queue, otherwise with it or by a successor."""
         for job in self._jobs:
             job.cancel()
         if self._jobs:

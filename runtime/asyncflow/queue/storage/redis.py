@@ -1,8 +1,8 @@
 """Cells in a Redis server: the unit's holder, or a server that others operate.
 
 Invariants: the keys of a unit begin with its owner, index and incarnation, and a unit first removes the values of its
-earlier incarnations. It uses no server that might drop a value by itself (``maxmemory`` without ``noeviction``). A
-server of the job itself only accepts clients with the job's password, if there is one.
+earlier incarnations. It uses no server that might drop a value by itself (``maxmemory`` without ``noeviction``). Of the
+job's own servers it uses only those that require the job's password, if there is one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A storage unit's process: the cells themselves, behind four calls (put, write, fetch, take).
 
-A put is answered when the controller has admitted it. A put without room waits in a queue, except for outputs that were
+A put is answered when the controller has admitted it. A put without room waits its turn, except for outputs that were
 promised to rows when they were created. A put whose caller has disconnected is still decided, so it is never half done.
 
 Invariant: a unit never holds more than ``limit_bytes`` of cells, whatever the controller does.
@@ -59,7 +59,7 @@ class StorageUnit:
     function that returns it; find: returns the address of process i of a role, None if there is none; incarnation: name
     of this process, by default generated; host, port: address to listen on (port 0: any); credentials: of this process;
     access: access rules; backend: storage of the cells, by default this process's memory; max_message: most bytes of a
-    message. ``failed`` is done when it cannot continue, with the reason as exception; ``leaving`` is set to ``leave``.
+    message. ``failed`` ends with the reason if it cannot continue. ``leaving`` is set when the unit is to ``leave``.
     """
 
     failed: asyncio.Task[None]

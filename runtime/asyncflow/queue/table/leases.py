@@ -81,7 +81,7 @@ class Claims:
         return grants
 
     def grant(self, claim: ClaimRows, now: float) -> list[LeasedRow]:
-        """Grant ``claim`` if that is possible now. Parked claims come first: call ``serve`` before this."""
+        """Grant ``claim`` if that is possible now. It comes after parked claims, which ``serve`` could not grant."""
         queue = self._queue(claim)
         if queue is None:
             return []

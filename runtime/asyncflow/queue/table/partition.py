@@ -208,7 +208,7 @@ class PartitionState:
 
 @dataclass(slots=True)
 class Decision:
-    """A slot: the rows of each rank; totals: of the step up to this slot."""
+    """A slot. ranks: the rows of each rank, by key; totals: of the step up to this slot."""
 
     ranks: list[list[Row]]
     last: bool

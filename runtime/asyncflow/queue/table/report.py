@@ -1,4 +1,4 @@
-"""Reports: counts, the state of a partition for a restarted driver, the waiting tasks, and short lists of rows.
+"""Reports: counts, the state of a partition for a restarted driver, the rows that tasks wait for, and lists.
 
 If a queue has several controllers, the first reports on rows, and each controller reports on its own tasks.
 

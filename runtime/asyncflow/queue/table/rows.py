@@ -1,7 +1,7 @@
 """Commands on rows: put them, write to them without a lease, list them, and make them ready again (``reset``).
 
 Rows are put in groups, under serials that their creator or a client counts, and optionally with keys. A write without
-a lease sends the name ``calls.WRITE`` in place of a lease; it is admitted for all of its rows or for none.
+a lease sends its own name in place of a lease (``calls.WRITE``); it is admitted for all of its rows or for none.
 
 Invariants: a serial makes rows once, whatever becomes of them, except that lost rows are wanted again. A group is made
 whole or not at all. No two living rows of a partition have the same key. A closed open partition gets no new row. Only
@@ -27,7 +27,7 @@ Change: TypeAlias = tuple[Row, Mapping[str, int], Mapping[str, Tag]]
 """A row, with the columns and the tags that were added to it."""
 OPEN: Final = "open"
 _FARTHEST = 1 << 20
-"""Serials of training rows that a creator may skip; each skipped serial is listed as missing."""
+"""Largest gap that a creator may leave in the serials of training rows; each serial in it is listed as missing."""
 
 
 def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:

@@ -177,8 +177,7 @@ class CausalModel:
     """One model in one dtype, on the CPU.
 
     folder: contains ``config.json``; longest: length of the longest sequence. Raises ManifestError for an invalid
-    folder
-    or dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
+    folder or dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
     """
 
     def __init__(self, folder: Path, *, dtype: str, longest: int) -> None:
@@ -187,7 +186,7 @@ class CausalModel:
         check_dtype(dtype, where=str(folder))
         check_model(json.loads((folder / "config.json").read_text()), longest=longest, where=str(folder))
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # with the defaults
+        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # now with defaults
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():

@@ -50,7 +50,7 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment of every server: weight routes enabled, spawned processes, no telemetry."""
+"""Environment of every server: weight routes, processes spawned so that they end with their parent, no telemetry."""
 
 
 class _Routes(TypedDict):
