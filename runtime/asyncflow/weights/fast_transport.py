@@ -1,4 +1,4 @@
-"""Fast transports: regions are requested by calls over TLS; a faster path without keys carries their bytes.
+"""Fast transports: regions are requested by calls over TLS; their bytes take a faster path without encryption.
 
 ``FastTransport`` is the common part: a pull with a few chunks in flight. A subclass provides a ``Line``, which
 transfers the bytes of one chunk. ``WithHost`` adds the host network as a fallback: regions that the fast path does not

@@ -206,9 +206,10 @@ class Ledger:
         self._buffer += [pack(event) for event in events]
 
     def commit(self) -> asyncio.Future[None] | None:
-        """Write the appended events; return a future of when they are as safe as ``sync`` says, None if they are.
+        """Write the appended events; return a future that is done when they are as safe as ``sync`` says.
 
-        Raises OSError, or sets it in the future, if they cannot be written; nothing is written after that.
+        Returns None if they are already. Raises OSError, or sets it in the future, if they cannot be written; nothing
+        is written after that.
         """
         if self._broken is not None:
             raise self._broken
@@ -296,7 +297,7 @@ class Ledger:
             self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
 
     async def _sync_groups(self) -> None:
-        """Sync group after group, at once or after an interval; events written during a sync form the next group."""
+        """Sync group after group, after a pause for ``interval``; events written meanwhile form the next group."""
         while self._group is not None:
             if self._sync == "interval":
                 await asyncio.sleep(_INTERVAL_S)

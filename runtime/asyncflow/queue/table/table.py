@@ -1,7 +1,7 @@
 """The queue as a pure state machine: the commands on units and tasks; the modules next to this one hold the rest.
 
-It has no clock and no socket. A command ``record``s events in the ``QueueState``, which collects the events to write,
-the rows to free and the changed partitions. The controller reads them after each command.
+It has no clock and no socket. A command checks, then ``record``s events in the ``QueueState``, which collects events to
+write, rows to free and changed partitions. The controller takes them after each command.
 
 Invariants: once a newer attempt of a creator has taken over, no put of an older one is accepted, however late it comes;
 so what the newer attempt has read stays true until it puts. A cell counts as present only after it was admitted here.

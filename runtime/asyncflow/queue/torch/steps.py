@@ -58,8 +58,7 @@ class StepDataset(QueueDataset):
         super().__init__(queue=queue, partition=partition, columns=columns, prefetch=prefetch, patience_s=patience_s)
         self._where = f"{partition} rank {rank} of {world}"
         if tokens < 1 or not 0 <= rank < world:
-            what = f"tokens must be at least 1, not {tokens}, and the rank from 0 to the number of ranks - 1"
-            raise Refused(what, where=self._where)
+            raise Refused(f"{tokens} tokens are fewer than 1, or there is no such rank", where=self._where)
         self.rank = rank
         self.world = world
         self._tokens = tokens
