@@ -422,8 +422,7 @@ class Storm:
             (QUEUE, name),
             (SYNC, name),
         ):
-            path = kind.path(self._namespace, each)
-            raw = self._api.get(path) if self._api.exists(path) else {"metadata": {}}
+            raw = self._api.find(kind.path(self._namespace, each)) or {"metadata": {}}
             owners = [owner["uid"] for owner in raw["metadata"].get("ownerReferences", ())]
             edit = _EDITS.get(kind.name, {})
             if owners != [uid] or "asyncflow.dev/job" not in raw["metadata"].get("labels", {}):

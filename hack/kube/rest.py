@@ -68,15 +68,18 @@ class Api:
         """Delete the object, or with a selector the objects of the collection, at ``path``."""
         return self.request("DELETE", path, query=query)
 
-    def exists(self, path: str) -> bool:
-        """Return whether an object exists at ``path``."""
+    def find(self, path: str) -> Json | None:
+        """Return the object at ``path``, None if there is none."""
         try:
-            self.get(path)
+            return self.get(path)
         except Refused as refused:
             if refused.status != http.client.NOT_FOUND:
                 raise
-            return False
-        return True
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Return whether an object exists at ``path``."""
+        return self.find(path) is not None
 
     def request(
         self,
