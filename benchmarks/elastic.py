@@ -37,7 +37,7 @@ from run_lines import lines
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
-from asyncflow.local.asking import ask
+from asyncflow.local.http_client import ask
 from asyncflow.queue.ledger.audit import audit_ledger
 
 ROOT = Path(__file__).parents[1]

@@ -425,9 +425,9 @@ def rewards(reward: Path, environment: Path | None, socket: Path) -> None:
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
-    from asyncflow.environments.service import serve_beside
+    from asyncflow.environments.service import serve_pools
 
-    serve_beside(reward, environment, path=socket)
+    serve_pools(reward, environment, path=socket)
 
 
 @app.group()

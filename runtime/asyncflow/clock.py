@@ -22,6 +22,6 @@ def now() -> float:
     return _EPOCH + _elapsed()
 
 
-def ahead() -> float:
+def offset() -> float:
     """Return by how many seconds the system clock is ahead of ``now``; negative if it is behind."""
     return time.time() - now()

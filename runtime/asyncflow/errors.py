@@ -5,7 +5,7 @@
     │   └── NotYetError          the contract defines a feature that this version does not implement
     ├── DeadlineExceeded         an awaited event did not happen before its deadline
     ├── PeerLost                 the connection to a peer broke during a call: retry
-    ├── Elsewhere                the rows are at another unit, or this unit no longer accepts new rows
+    ├── WrongUnit                the rows are at another unit, or this unit no longer accepts new rows
     ├── Refused                  the peer understood the request and refused it
     │   ├── Fenced               the caller belongs to an older attempt, or its lease has expired
     │   ├── StaleHandle          the named row, version or lease no longer exists
@@ -30,12 +30,12 @@ from typing import ClassVar
 class AsyncFlowError(Exception):
     """Base of all errors that AsyncFlow raises on purpose.
 
-    what: the problem, with the offending value; where: the path, role, address or field; hint: the remedy; told:
+    what: the problem, with the offending value; where: the path, role, address or field; hint: the remedy; from_peer:
     whether the error was received from another process.
     """
 
     code: ClassVar[str] = "error"
-    told = False
+    from_peer = False
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(what)
@@ -76,7 +76,7 @@ class PeerLost(AsyncFlowError):
     code = "peer_lost"
 
 
-class Elsewhere(AsyncFlowError):
+class WrongUnit(AsyncFlowError):
     """The rows are at another unit (the controller knows which), or this unit no longer accepts new rows."""
 
     code = "elsewhere"
@@ -175,5 +175,5 @@ def from_wire(fields: dict[str, str]) -> AsyncFlowError:
     """Return the error that ``to_wire`` described; an unknown code becomes a RemoteError."""
     kind = _BY_CODE.get(fields.get("code", ""), RemoteError)
     error = kind(fields.get("what", "unknown error"), where=fields.get("where", ""), hint=fields.get("hint", ""))
-    error.told = True
+    error.from_peer = True
     return error

@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.commands.run import last_step
 from asyncflow.local.folder import load_record
 from asyncflow.models.tiny import write_config
-from asyncflow.rpc.addresses import ANYBODY, host_and_port, server_of
+from asyncflow.rpc.addresses import ANY_SERVER, host_and_port, server_of
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 
 pytestmark = pytest.mark.process
@@ -111,7 +111,7 @@ def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(man
     assert str(tmp_path / "out.1") in fresh.stdout
     assert (tmp_path / "out.1" / "job.yaml").exists()
     called = {server_of(load_record(tmp_path / name).driver) for name in ("out", "out.1")}
-    assert len(called - {ANYBODY}) == 2, "the one address of a run leads to no other run"
+    assert len(called - {ANY_SERVER}) == 2, "the one address of a run leads to no other run"
 
 
 def interrupted(*arguments, cwd, until, folder=None, **options):

@@ -14,7 +14,7 @@ from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RunProgress
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Beaten, Member
+from asyncflow.rpc.membership import Heartbeat, HeartbeatReply, Member
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
         incarnation = f"trainer {index} {attempt}"
         self.directory.register(Member(role="trainer", index=index, incarnation=incarnation, attempt=attempt))
         self.directory.heartbeat(
-            Beat(incarnation=incarnation, revision=0, status={"exported": exported, "exports": {"export": 3}})
+            Heartbeat(incarnation=incarnation, revision=0, status={"exported": exported, "exports": {"export": 3}})
         )
 
     async def goes_on(self, ended: asyncio.Task[str]) -> bool:
@@ -136,12 +136,12 @@ async def test_a_suspension_needs_no_export_but_a_checkpoint_of_the_newest_step(
 async def test_those_on_whom_others_rely_are_dismissed_last(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
-    waiting: dict[str, asyncio.Future[Beaten]] = {}
+    waiting: dict[str, asyncio.Future[HeartbeatReply]] = {}
 
     def told(role: str) -> bool:
         """Return whether ``role`` is told to stop, now or while its heartbeat has been waiting."""
-        answered = waiting.pop(role, None) or job.directory.heartbeat(Beat(incarnation=role, revision=0))
-        if isinstance(answered, Beaten):
+        answered = waiting.pop(role, None) or job.directory.heartbeat(Heartbeat(incarnation=role, revision=0))
+        if isinstance(answered, HeartbeatReply):
             return answered.directives.stop
         if answered.done():
             return answered.result().directives.stop or told(role)

@@ -14,7 +14,7 @@ from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Beaten, Best, Directives, Member
+from asyncflow.rpc.membership import Best, Directives, Heartbeat, HeartbeatReply, Member
 
 
 class Clock:
@@ -49,7 +49,7 @@ def members(directory: Directory, folder: Path, *, started: float = 0.0, calls: 
 
 
 def beat(directory: Directory, worker: str, **status: Any) -> None:
-    directory.heartbeat(Beat(incarnation=worker, revision=0, status=dict(status)))
+    directory.heartbeat(Heartbeat(incarnation=worker, revision=0, status=dict(status)))
 
 
 def join(directory: Directory, worker: str, *, index: int = 0, role: str = "rollout", attempt: int = 0) -> None:
@@ -158,7 +158,7 @@ async def test_nobody_waits_for_a_follower_at_the_end(tmp_path: Path) -> None:
     there = members(directory, tmp_path)
     directory.register(Member(role="follower", index=9, incarnation="follower-9-a"))
     await there.dismiss(within_s=60.0)
-    told = directory.heartbeat(Beat(incarnation="follower-9-a", revision=0))
+    told = directory.heartbeat(Heartbeat(incarnation="follower-9-a", revision=0))
     assert told.directives.stop
     there.observe(1.0)
     assert "follower" not in there.lives.idle_shares(1.0)
@@ -172,8 +172,8 @@ async def test_who_leaves_last_hears_of_the_end_once_all_others_are_gone(tmp_pat
     directory.register(Member(role="storage", index=0, incarnation="unit"))
     dismissing = asyncio.create_task(there.dismiss(within_s=60.0))
     await asyncio.sleep(0)
-    assert not directory.heartbeat(Beat(incarnation="unit", revision=0)).directives.stop
-    waiting = directory.heartbeat(Beat(incarnation="unit", revision=0))
+    assert not directory.heartbeat(Heartbeat(incarnation="unit", revision=0)).directives.stop
+    waiting = directory.heartbeat(Heartbeat(incarnation="unit", revision=0))
     directory.leave("a", "left")
     await asyncio.sleep(0.05)
     assert not waiting.done(), "one of several that have left is nothing to tell the others"
@@ -216,9 +216,9 @@ async def test_what_is_wanted_of_a_member_is_said_in_every_answer_until_it_chang
     join(directory, "b", index=1)
     join(directory, "t", role="trainer")
 
-    def beaten(worker: str) -> asyncio.Future[Beaten]:
+    def beaten(worker: str) -> asyncio.Future[HeartbeatReply]:
         """The heartbeat of a member that has heard all that there was to say."""
-        answer = directory.heartbeat(Beat(incarnation=worker, revision=0))
+        answer = directory.heartbeat(Heartbeat(incarnation=worker, revision=0))
         return answer if isinstance(answer, asyncio.Future) else beaten(worker)
 
     def told(worker: str) -> Directives:

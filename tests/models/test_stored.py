@@ -248,7 +248,7 @@ def test_of_numbered_folders_the_newest_whole_one_is_next_and_never_an_older_one
     assert [seen(watch, now) for now in (10.0, 13.0)] == [None, (30, "step-000030")]
     found = watch.look(14.0)
     assert found is not None
-    watch.pass_over(found[1], "another model")
+    watch.skip(found[1], "another model")
     assert (seen(watch, 20.0), watch.waits) == (None, "another model")
     write(runs / "checkpoint-40")
     watch.look(21.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, ProtocolError, StaleHandle
+from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError, StaleHandle, WrongUnit
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import BytesLost, Place
@@ -223,13 +223,13 @@ async def test_rows_on_their_way_are_elsewhere_until_they_have_come():
     moving = MovingRows(unit.holdings, location=lambda: -1, where="test")
     put = await unit.send([FAR], [1])
     for write in (False, True):
-        with pytest.raises(Elsewhere, match="1 of 1 rows are not on this unit"):
+        with pytest.raises(WrongUnit, match="1 of 1 rows are not on this unit"):
             moving.check([FAR], write=write)
     unit.holdings.decide(put, EntryResult([True]))
     moving.check([FAR], write=True)
     moving.frozen = frozenset([FAR])
     moving.check([FAR])
-    with pytest.raises(Elsewhere):
+    with pytest.raises(WrongUnit):
         moving.check([FAR], write=True)
 
 

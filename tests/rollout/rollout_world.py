@@ -32,7 +32,7 @@ from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import Weights
-from asyncflow.rollout.worker import RolloutWorker, wanted_by
+from asyncflow.rollout.worker import RolloutWorker, next_version_of
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Member, Membership
@@ -213,7 +213,7 @@ class World:
         queue = self.client(name)
         membership = await self.member(name)
         receiver = WeightReceiver(
-            membership=membership, worker=name, transport=HostTransport(name=name), want=wanted_by(instance)
+            membership=membership, worker=name, transport=HostTransport(name=name), want=next_version_of(instance)
         )
         await receiver.start()
         self.stack.push_async_callback(receiver.close)

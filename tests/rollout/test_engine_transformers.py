@@ -212,8 +212,8 @@ def test_a_token_that_ends_a_response_is_not_among_what_there_is_while_it_runs()
     for token in (5, 7):
         sequence.append(token, -1.0, V1.packed)
     assert sequence.so_far().ids.tolist() == [5]
-    assert sequence.completion().unended().ids.tolist() == [5]
-    assert sequence.completion().unended().finish == sequence.so_far().finish == "aborted"
+    assert sequence.completion().without_last().ids.tolist() == [5]
+    assert sequence.completion().without_last().finish == sequence.so_far().finish == "aborted"
 
 
 async def test_a_group_is_prefilled_once_and_that_is_recorded(tiny, tmp_path):

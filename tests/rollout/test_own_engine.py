@@ -37,7 +37,7 @@ async def test_the_engine_of_the_guide_makes_samples_and_goes_on_with_them(tmp_p
     asked = GenerationRequest(key=SampleKey(3, 1), prompt_ids=(1,), max_tokens=30, stop_ids=(7,), seed=2)
     whole = await engine.generate(asked)
     assert whole.ids.tolist().index(7) == len(whole) - 1
-    begun = replace(whole.unended().unended())
+    begun = replace(whole.without_last().without_last())
     assert (await engine.generate(replace(asked, continues=begun))).ids.tolist() == whole.ids.tolist()
     async with running_world(tmp_path / "world", columns=OF_TURNS) as world:
         await world.rollout("r0", engine="dice", environment=Counting(), stop_ids=tuple(range(1, 9)), max_tokens=40)

@@ -153,7 +153,7 @@ def test_segments_are_what_was_put_together(pairs, last):
         whole = whole.observed(said)
         assert whole.turn == len(whole)
         assert whole.finish == "aborted"
-        whole = whole.followed_by(turn(pairs[index + 1][0] if index + 1 < len(pairs) else last))
+        whole = whole.extended_by(turn(pairs[index + 1][0] if index + 1 < len(pairs) else last))
     expected = [part for pair in pairs for part in pair] + [last]
     assert [(chosen, part.tolist()) for chosen, part in whole.segments()] == [
         (index % 2 == 0, part) for index, part in enumerate(expected)
@@ -161,4 +161,4 @@ def test_segments_are_what_was_put_together(pairs, last):
     assert np.array_equal(whole.logprobs, np.where(whole.chosen, -1, 0))
     assert set(whole.versions.tolist()) == {5}
     assert whole.turn == len(whole) - len(last)
-    assert len(whole.unended()) == len(whole) - 1 == len(whole.unended().chosen)
+    assert len(whole.without_last()) == len(whole) - 1 == len(whole.without_last().chosen)

@@ -24,7 +24,7 @@ import pytest
 from asyncflow.local.issuer import keep
 from asyncflow.plan.certificates import Authority, period_of
 from asyncflow.rpc import framing
-from asyncflow.rpc.addresses import ANYBODY, address_of, host_and_port
+from asyncflow.rpc.addresses import ANY_SERVER, address_of, host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.framing import Inbox, Outbox
 from asyncflow.rpc.server import RpcServer
@@ -102,11 +102,11 @@ class Stranger:
 
     async def greet(self) -> None:
         self.writer.write(framing.hello(None))
-        framing.check_welcome(await self.next_message(), dialled=ANYBODY)
+        framing.check_welcome(await self.next_message(), dialled=ANY_SERVER)
 
     async def welcome(self) -> None:
         assert framing.caller(await self.next_message()) is None
-        self.writer.write(framing.welcome(ANYBODY))
+        self.writer.write(framing.welcome(ANY_SERVER))
 
     async def send(self, parts: Sequence[bytes]) -> None:
         self.outbox.push("message", parts)

@@ -227,7 +227,7 @@ def lie_to(server: RpcServer, lie: bytes) -> bytes:
     """Shake hands, send ``lie``, give the answer."""
     liar = shm.dialled(server.address)
     assert liar is not None
-    (liar, arenas), size = liar, len(framing.welcome(framing.ANYBODY))
+    (liar, arenas), size = liar, len(framing.welcome(framing.ANY_SERVER))
     with liar, contextlib.closing(arenas):
         liar.settimeout(10)
         liar.send(framing.hello(None))
@@ -254,7 +254,7 @@ async def test_files_that_come_after_the_first_bytes_are_not_taken(made: list[in
     with caller, contextlib.closing(arenas):
         caller.settimeout(10)
         caller.send(framing.hello(None))
-        await asyncio.to_thread(caller.recv, len(framing.welcome(framing.ANYBODY)))
+        await asyncio.to_thread(caller.recv, len(framing.welcome(framing.ANY_SERVER)))
         before = len(files())
         socket.send_fds(caller, [b"\xff" * 64], [0, 0])
         await until(lambda: server.counters.refused.total() == 1)

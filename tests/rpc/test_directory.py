@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from asyncflow.errors import Fenced
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Beaten, Directives, Member
+from asyncflow.rpc.membership import Directives, Heartbeat, HeartbeatReply, Member
 
 
 @dataclass
@@ -37,14 +37,14 @@ def member(incarnation: str, *, role: str = "rollout", index: int = 0, attempt: 
     return Member(role=role, index=index, incarnation=incarnation, attempt=attempt, address=address)
 
 
-def beat(incarnation: str, revision: int = -1) -> Beat:
-    return Beat(incarnation=incarnation, revision=revision, status={"inflight": 3})
+def beat(incarnation: str, revision: int = -1) -> Heartbeat:
+    return Heartbeat(incarnation=incarnation, revision=revision, status={"inflight": 3})
 
 
-async def answer(directory: Directory, heartbeat: Beat) -> Beaten:
+async def answer(directory: Directory, heartbeat: Heartbeat) -> HeartbeatReply:
     """Return the answer to a heartbeat; one that waits is answered with all others."""
     answered = directory.heartbeat(heartbeat)
-    if isinstance(answered, Beaten):
+    if isinstance(answered, HeartbeatReply):
         return answered
     directory.answer_all()
     return await answered
@@ -76,25 +76,25 @@ async def test_a_member_may_wait_the_longer_the_more_there_are_and_never_longer_
     paces = []
     for index in range(2000):
         directory.register(member(f"rollout {index}", index=index))
-        paces.append(directory.heartbeat(Beat(incarnation=f"rollout {index}", revision=0, heard=-1)).pace_s)
+        paces.append(directory.heartbeat(Heartbeat(incarnation=f"rollout {index}", revision=0, heard=-1)).pace_s)
     assert paces[:3] == pytest.approx([0.001, 0.002, 0.003])
     assert paces[-1] == directory.heartbeat_s
     directory.leave("rollout 0", "went")
-    assert (await answer(directory, Beat(incarnation="rollout 1", revision=0))).broadcast is None
+    assert (await answer(directory, Heartbeat(incarnation="rollout 1", revision=0))).broadcast is None
 
 
 async def test_a_parked_heartbeat_is_answered_by_a_change_by_another_and_when_its_member_is_gone() -> None:
     directory = Scene().directory()
     directory.register(member("a"))
     directory.broadcast(b"\xc3")
-    number, document = directory.heartbeat(Beat(incarnation="a", revision=0, heard=-1)).broadcast
+    number, document = directory.heartbeat(Heartbeat(incarnation="a", revision=0, heard=-1)).broadcast
     assert bytes(document) == b"\xc3"
-    parked = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number))
-    again = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number))
+    parked = directory.heartbeat(Heartbeat(incarnation="a", revision=0, heard=number))
+    again = directory.heartbeat(Heartbeat(incarnation="a", revision=0, heard=number))
     assert (await parked).broadcast is None
     directory.broadcast(b"\xc2")
     assert (await again).broadcast == (number + 1, Raw(b"\xc2"))
-    last = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number + 1))
+    last = directory.heartbeat(Heartbeat(incarnation="a", revision=0, heard=number + 1))
     directory.leave("a", "went")
     assert not (await last).known
 
@@ -103,8 +103,10 @@ async def test_a_parked_heartbeat_says_its_time_and_directives_are_no_change_twi
     directory = Directory(heartbeat_s=0.05, lost_after_s=5.0)
     directory.register(member("a"))
     directory.broadcast(b"\xc3")
-    beat = Beat(
-        incarnation="a", revision=0, heard=directory.heartbeat(Beat(incarnation="a", revision=0, heard=-1)).broadcast[0]
+    beat = Heartbeat(
+        incarnation="a",
+        revision=0,
+        heard=directory.heartbeat(Heartbeat(incarnation="a", revision=0, heard=-1)).broadcast[0],
     )
     assert (await directory.heartbeat(beat)).known
     directory.directives = lambda _: Directives(drain=True)

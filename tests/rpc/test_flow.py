@@ -21,7 +21,7 @@ from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.rpc import framing, listener
 from asyncflow.rpc import server as serving
 from asyncflow.rpc.access import Access
-from asyncflow.rpc.addresses import ANYBODY, host_and_port
+from asyncflow.rpc.addresses import ANY_SERVER, host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import LARGE, Buffer
 from asyncflow.rpc.framing import Inbox, Outbox
@@ -61,13 +61,13 @@ def stranger(server: RpcServer) -> socket.socket:
 
 
 async def welcomed(made: Any) -> None:
-    room, came = bytearray(len(framing.welcome(framing.ANYBODY))), b""
+    room, came = bytearray(len(framing.welcome(framing.ANY_SERVER))), b""
     async with asyncio.timeout(10):
         while len(came) < len(room):
             with contextlib.suppress(*AGAIN):
                 came += room[: made.recv_into(room)]
             await asyncio.sleep(0.001)
-    assert came[:16] == framing.welcome(ANYBODY)[:16]
+    assert came[:16] == framing.welcome(ANY_SERVER)[:16]
 
 
 async def greet(made: socket.socket, credentials: Credentials | None = None) -> Any:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc import framing
-from asyncflow.rpc.addresses import ANYBODY
+from asyncflow.rpc.addresses import ANY_SERVER
 from asyncflow.rpc.framing import Inbox
 
 CALLER = ProcessIdentity("job-7", "rollout", 3)
@@ -33,8 +33,8 @@ def test_a_server_hears_who_calls(caller: ProcessIdentity | None) -> None:
 def test_who_dialled_another_server_goes_no_further() -> None:
     one, other = b"1" * 8, b"2" * 8
     framing.check_welcome(parts_of(framing.welcome(one)), dialled=one)
-    framing.check_welcome(parts_of(framing.welcome(one)), dialled=ANYBODY)
-    for answers in (other, ANYBODY):
+    framing.check_welcome(parts_of(framing.welcome(one)), dialled=ANY_SERVER)
+    for answers in (other, ANY_SERVER):
         with pytest.raises(ProtocolError, match="another server is at this address now"):
             framing.check_welcome(parts_of(framing.welcome(answers)), dialled=one)
 
@@ -44,7 +44,7 @@ def test_what_is_no_part_of_the_protocol_is_said_to_be_none() -> None:
         with pytest.raises(ProtocolError, match="does not speak this protocol"):
             framing.caller(parts)
         with pytest.raises(ProtocolError, match="does not speak this protocol"):
-            framing.check_welcome(parts, dialled=ANYBODY)
+            framing.check_welcome(parts, dialled=ANY_SERVER)
 
 
 def test_a_caller_that_speaks_tls_to_a_server_without_is_named() -> None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, Refused
 from asyncflow.rpc import addresses
-from asyncflow.rpc.addresses import ANYBODY
+from asyncflow.rpc.addresses import ANY_SERVER
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
 
@@ -73,7 +73,7 @@ async def port(server: RpcServer) -> int:
 def test_an_address_is_read_and_written(address: str, expected: tuple[str, int]) -> None:
     assert addresses.host_and_port(address) == expected
     assert addresses.address_of(*expected) == address
-    assert addresses.server_of(address) == ANYBODY
+    assert addresses.server_of(address) == ANY_SERVER
     named = addresses.address_of(*expected, server=b"8 bytes!")
     assert named == f"{address}/3820627974657321"
     assert addresses.host_and_port(named) == expected

@@ -124,16 +124,16 @@ async def test_broadcasts_reach_a_subscriber_and_what_it_holds_the_directory_bef
     slow_directory.held = lambda _, holds: held.append(holds) or tuple(each for each in holds if each > 7)
     slow_directory.broadcast(msgspec.msgpack.encode("first"))
     membership.subscriber = subscriber
-    membership.nudge()
+    membership.report_soon()
     await until(lambda: subscriber.told == ["first"])
     for word in ("second", "third"):
         slow_directory.broadcast(msgspec.msgpack.encode(word))
         await until(lambda word=word: subscriber.told[-1] == word)
     subscriber.held = (7, 8)
-    membership.nudge()
+    membership.report_soon()
     await until(lambda: held[-1] == (7, 8) and subscriber.unknown[:1] == [8])
     slow_directory.held = lambda _incarnation, _holds: ()
-    membership.nudge()
+    membership.report_soon()
     await until(lambda: slow_directory._entries["rollout", 0].parked)
     slow_directory.leave(membership.member.incarnation, "taken for lost")
     await until(lambda: slow_directory.members("rollout") == [membership.member])
@@ -167,11 +167,11 @@ async def test_one_of_many_does_not_report_before_its_turn(
     membership, subscriber = await join(server.address), Subscriber()
     membership.subscriber = subscriber
     slow_directory.broadcast(msgspec.msgpack.encode("news"))
-    membership.nudge()
+    membership.report_soon()
     await until(lambda: subscriber.told == ["news"])
     beats = server.counters.calls["directory.heartbeat"]
     for _ in range(10):
-        membership.nudge()
+        membership.report_soon()
         await asyncio.sleep(0.01)
     assert server.counters.calls["directory.heartbeat"] == beats
 

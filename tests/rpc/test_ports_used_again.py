@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.rpc.access import Access
-from asyncflow.rpc.addresses import ANYBODY, address_of, host_and_port, new_server
+from asyncflow.rpc.addresses import ANY_SERVER, address_of, host_and_port, new_server
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.retry import retry
 from asyncflow.rpc.server import RpcServer
@@ -44,7 +44,9 @@ def shared_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return str(request.param)
 
 
-@pytest.mark.parametrize("server", [ANYBODY, b"a second"], ids=["at-an-address-of-its-own", "at-a-port-chosen-for-it"])
+@pytest.mark.parametrize(
+    "server", [ANY_SERVER, b"a second"], ids=["at-an-address-of-its-own", "at-a-port-chosen-for-it"]
+)
 async def test_who_dials_a_server_that_is_gone_is_not_answered_by_the_next_one_at_its_port(
     shared_memory: str, credentials: Credentials | None, server: bytes
 ) -> None:

@@ -68,7 +68,7 @@ async def test_each_attempt_has_until_the_deadline_and_none_begins_after_it(monk
 
 async def test_an_answer_of_the_peer_is_not_lost_behind_a_failure_after_it() -> None:
     answered = DeadlineExceeded("no room")
-    answered.told = True
+    answered.from_peer = True
     errors = [answered]
 
     async def attempt() -> int:

@@ -25,7 +25,7 @@ from asyncflow.rpc.access import ACCESS, Access, worker_name
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import HEARTBEAT, REGISTER, Beat, Beaten, Member, Registered
+from asyncflow.rpc.membership import HEARTBEAT, REGISTER, Heartbeat, HeartbeatReply, Member, Registered
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.rpc.tls import Credentials
@@ -82,7 +82,7 @@ async def test_a_rollout_registers_as_itself_and_as_nobody_else(driver: RpcServe
             with pytest.raises(Refused, match=f"rollout-3 may not call directory.register on behalf of {other}"):
                 await client.call(REGISTER, other, Registered, timeout=10)
         with pytest.raises(Refused, match="on behalf of rollout-2"):
-            await client.call(HEARTBEAT, Beat(incarnation="rollout-2-a", revision=0), Beaten, timeout=10)
+            await client.call(HEARTBEAT, Heartbeat(incarnation="rollout-2-a", revision=0), HeartbeatReply, timeout=10)
     assert driver.counters.refused == {"access": 3}
 
 
@@ -142,7 +142,7 @@ async def test_a_certificate_that_is_not_of_this_job_reaches_no_method(
     server = RpcServer(name="driver", credentials=Credentials(given("driver")))
     begun = []
     for method in ACCESS:
-        server.route(method, Beat, lambda *_: begun.append(1))  # type: ignore[arg-type]
+        server.route(method, Heartbeat, lambda *_: begun.append(1))  # type: ignore[arg-type]
     await server.start()
     context, said = stranger(given("rollout", 3, **options)), b""
     with contextlib.suppress(OSError):

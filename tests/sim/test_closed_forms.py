@@ -12,9 +12,9 @@ from asyncflow.sim import (
     Colocation,
     EngineModel,
     EvaluationLoad,
-    Happening,
     LinkModel,
     RewardTimes,
+    RolloutEvent,
     TrainerModel,
     simulate,
 )
@@ -128,8 +128,8 @@ def test_what_a_rollout_made_is_handed_on_when_it_leaves_and_lost_when_it_is_kil
     what: str, wall_s: float, redone: int
 ) -> None:
     engine = EngineModel(slots=16, token_s=0.01, lengths=equal(100))
-    gone = (Happening(at=0.505, what=what, index=1),)
-    made = simulate(scenario("sync", engine=engine, trainer=TrainerModel(), steps=1, happenings=gone), seed=1)
+    gone = (RolloutEvent(at=0.505, what=what, index=1),)
+    made = simulate(scenario("sync", engine=engine, trainer=TrainerModel(), steps=1, events=gone), seed=1)
     assert made.wall_s == pytest.approx(wall_s)
     assert made.redone == redone
     assert made.timeline is not None
@@ -140,7 +140,7 @@ def test_what_a_rollout_made_is_handed_on_when_it_leaves_and_lost_when_it_is_kil
 
 def test_one_more_rollout_makes_its_share() -> None:
     engine = EngineModel(slots=4, token_s=0.01, lengths=equal(100))
-    joins = (Happening(at=0.5, what="join"),)
+    joins = (RolloutEvent(at=0.5, what="join"),)
     two = scenario("sync", engine=engine, trainer=TrainerModel(), group_size=1, steps=1, prompts_per_step=32)
     assert simulate(two, seed=1).wall_s == pytest.approx(4.0)
-    assert simulate(replace(two, happenings=joins), seed=1).wall_s == pytest.approx(3.0)
+    assert simulate(replace(two, events=joins), seed=1).wall_s == pytest.approx(3.0)

@@ -17,9 +17,9 @@ from asyncflow.sim import (
     Colocation,
     EngineModel,
     EvaluationLoad,
-    Happening,
     LinkModel,
     RewardTimes,
+    RolloutEvent,
     Scenario,
     StorageModel,
     TrainerModel,
@@ -59,10 +59,10 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     rollouts = draw(st.integers(1, 3))
-    happenings = draw(
+    events = draw(
         st.lists(
             st.builds(
-                Happening,
+                RolloutEvent,
                 at=st.floats(0.5, 20),
                 what=st.sampled_from(["kill", "join", "leave"]),
                 index=st.integers(1, 4),
@@ -100,7 +100,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         slot_tokens=draw(st.sampled_from([60, 1 << 24])),
         checkpoint_every=2,
         evaluation=draw(st.sampled_from([None, EvaluationLoad(every=2, prompts=3, group_size=2)])),
-        happenings=tuple(happenings),
+        events=tuple(events),
     )
 
 

@@ -132,7 +132,7 @@ async def test_a_unit_that_is_given_time_to_end_takes_its_rows_to_the_others(tmp
             ended = asyncio.create_task(asyncio.to_thread(unit.end, signal.SIGTERM, within_s=30))
             assert all(await answer(client, leased[:8]))
             assert await ended == TOLD_TO_END
-            assert [(each.unit, each.rows) for each in await client.units_there(timeout=60)] == [(0, 16)]
+            assert [(each.unit, each.rows) for each in await client.list_units(timeout=60)] == [(0, 16)]
             assert not (await client.wanted(partition=P, known=-1, timeout=60)).keys
             assert all(await answer(client, leased[8:]))
             read = await claim(client, "read", rows=16)

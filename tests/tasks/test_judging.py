@@ -18,7 +18,7 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Tag
 from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rpc.columns import Jagged
-from asyncflow.tasks.judging import JUDGED, Judge
+from asyncflow.tasks.judging import REWARD_COLUMNS, Judge
 from asyncflow.tasks.rows import TaggedValues, columns_of
 
 END, OTHER_END = 1, 2
@@ -89,7 +89,7 @@ async def test_a_response_is_scored_as_a_rollout_would_have_it_scored() -> None:
     assert [outcome.values["reward"].tolist() for outcome in scored] == [[3.0], [2.0], [0.0]]
     assert scored[0].tags == {"reward": 3.0, "reward/long": 6.0}
     assert scored[2].tags == {"reward": 0.0, "failure": "raised", "detail": "KeyError: 1"}
-    written = columns_of(scored, JUDGED)
+    written = columns_of(scored, REWARD_COLUMNS)
     assert json.loads(written["details"].row(1).tobytes()) == {"said": "w7 w8"}
     assert written["details"].lengths[2] == 0
 

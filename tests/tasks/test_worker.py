@@ -22,7 +22,7 @@ from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import LeasedRow, Samples
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rpc.columns import Jagged
-from asyncflow.tasks.judging import JUDGED
+from asyncflow.tasks.judging import REWARD_COLUMNS
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaggedValues
 from asyncflow.tasks.worker import TaskSettings, TaskWorker
 from asyncflow.telemetry.metrics import TaskMetrics
@@ -338,7 +338,7 @@ async def test_rewards_are_written_in_both_partitions_with_the_tags_that_decide(
             for row in rows
         ]
 
-    settings = replace(SETTINGS, partitions=(TRAIN, EVAL), task="reward", writes=JUDGED, batch=4)
+    settings = replace(SETTINGS, partitions=(TRAIN, EVAL), task="reward", writes=REWARD_COLUMNS, batch=4)
     async with queue_with_responses(tmp_path, "reward.role={}", "tasks=[]") as queue:
         worker = await working(queue, compute, until=lambda: len(judged) == 8, settings=settings)
         for task, partition in (("advantage", TRAIN), ("score", EVAL)):

@@ -67,7 +67,7 @@ class Membership:
         self.driver = Driver()
         self.nudges = 0
 
-    def nudge(self) -> None:
+    def report_soon(self) -> None:
         self.nudges += 1
 
 

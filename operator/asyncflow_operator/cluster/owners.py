@@ -20,7 +20,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from asyncflow.api.base import COLLECT, Spec
-from asyncflow.api.check import Problem, inspect, legible
+from asyncflow.api.check import Problem, inspect, readable_part
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import JOB_FILE
 from asyncflow.api.queue import QueueStatus, TransferQueue
@@ -116,7 +116,7 @@ def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomRes
         uid, kind = data["metadata"]["uid"], _MODELS[view.owner.kind][0]
     except (KeyError, TypeError, ValueError):
         return view
-    model, problems = inspect(kind, legible(kind, data)) if uid == view.owner.uid else (None, [])
+    model, problems = inspect(kind, readable_part(kind, data)) if uid == view.owner.uid else (None, [])
     return view if model is None or problems else replace(view, model=_with_allowed_changes(model, raw, view.status))
 
 
@@ -144,7 +144,7 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
     present = {key: value for key, value in data.items() if value is not None}
     model, problems = inspect(_MODELS[kind][0], present)
     if model is None:
-        model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], present))
+        model, problems = inspect(_MODELS[kind][0], readable_part(_MODELS[kind][0], present))
     reason = INVALID
     if not problems:
         problems, reason = list(_only_on_one_machine(model)), NOT_YET
@@ -176,6 +176,6 @@ def _status(kind: str, raw: Json, written: Json) -> Any:
             extra={"object": f"{kind}/{meta.get('namespace', '')}/{meta['name']}", "why": str(error.errors()[:3])},
         )
     try:
-        return model.model_validate(legible(model, written), by_name=False, context=COLLECT)
+        return model.model_validate(readable_part(model, written), by_name=False, context=COLLECT)
     except ValidationError:
         return model()

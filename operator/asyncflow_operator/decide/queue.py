@@ -4,7 +4,7 @@ A job's own queue has pods while its job is active; the job deletes them when it
 are recorded here. The condition Degraded reports a failure that no restart fixes, and the job reads it.
 
 Invariant: the units of a queue are numbered 0 to n - 1, and are added and removed at the upper end only. A unit that is
-removed has ``LEAVE_S`` seconds to move its rows to the others, and its holder is removed after it.
+removed has ``DRAIN_S`` seconds to move its rows to the others, and its holder is removed after it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from asyncflow.api.graph import CRITIC, REWARD
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
+from asyncflow.api.queue import DRAIN_S, StoreSpec, TransferQueue
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.api.weights import PublisherSpec, WeightSync
 from asyncflow.plan import plan
@@ -157,7 +157,7 @@ def job_blueprint(
     role = planned.role(name)
     templates = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
-    grace_s["storage"] = LEAVE_S + _GRACE_S
+    grace_s["storage"] = DRAIN_S + _GRACE_S
     grace_s[CRITIC] = grace_s["trainer"]
     grace_s |= {role: worker.drain_seconds + _DRAIN_MARGIN_S for role, worker in working_roles(spec).items()}
     return Blueprint(
@@ -212,7 +212,7 @@ def queue_blueprint(
         leads=name == "controller",
         labels={},
         mounts=queue_mounts(queue, role),
-        grace_s=LEAVE_S + _GRACE_S if name == "storage" else _GRACE_S,
+        grace_s=DRAIN_S + _GRACE_S if name == "storage" else _GRACE_S,
         scheduling=SchedulingSpec(),
         store=spec.store if name == "storage" else None,
         first_replica=_before(role, queue_roles(queue)),

@@ -21,7 +21,6 @@ from asyncflow.api.names import (
     HOST_ENV,
     JOB_FILE,
     LAST_WORDS_ENV,
-    LAST_WORDS_FILE,
     LEAVE_ENV,
     NODE_ENV,
     REWARD_FILE,
@@ -31,6 +30,7 @@ from asyncflow.api.names import (
     STORE_PASSWORD_FILE,
     STORE_ROLES,
     STORE_SECRET,
+    TERMINATION_MESSAGE_FILE,
     TLS_DIR,
     TLS_ENV,
     TOKEN_FILE,
@@ -40,7 +40,7 @@ from asyncflow.api.names import (
     service,
 )
 from asyncflow.api.placement import PROFILES, host_paths, ports
-from asyncflow.api.queue import LEAVE_S, SecretEntry
+from asyncflow.api.queue import DRAIN_S, SecretEntry
 from asyncflow_operator.desired.blueprint import Blueprint
 from asyncflow_operator.desired.secrets import KEYS, part_name
 from asyncflow_operator.observed import Manifest
@@ -210,8 +210,8 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         *_from_pod_fields({NODE_ENV: "spec.nodeName"} if blueprint.role.name == "rollout" else {}),
         {"name": TLS_ENV, "value": TLS_DIR},
         *([{"name": TOKEN_FILE_ENV, "value": TOKEN_FILE}] if blueprint.role.name == "driver" else []),
-        {"name": LAST_WORDS_ENV, "value": LAST_WORDS_FILE},
-        *([{"name": LEAVE_ENV, "value": f"{LEAVE_S:g}"}] if blueprint.role.name == "storage" else []),
+        {"name": LAST_WORDS_ENV, "value": TERMINATION_MESSAGE_FILE},
+        *([{"name": LEAVE_ENV, "value": f"{DRAIN_S:g}"}] if blueprint.role.name == "storage" else []),
         *([{"name": REWARD_SOCKET_ENV, "value": REWARD_SOCKET}] if blueprint.reward is not None else []),
         *_from_pod_fields({name: path for name, path in pod_fields.items() if name not in user_variables}),
         *({"name": name, "value": value} for name, value in plain.items()),

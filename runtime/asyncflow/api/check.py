@@ -149,7 +149,7 @@ def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
     return None, problems
 
 
-def legible(model: type[Spec], data: Any) -> Any:
+def readable_part(model: type[Spec], data: Any) -> Any:
     """Return ``data`` without the fields that ``model`` does not know, so that an older version reads newer data."""
     kept = copy.deepcopy(data)
     for error in _build(model, data)[1]:

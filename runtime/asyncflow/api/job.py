@@ -289,7 +289,7 @@ class RLJobSpec(Spec):
                 "schedule.max_staleness",
                 "schedule.staleness_threshold",
             ),
-            ok=lambda job: job.schedule.require_batches <= 1 or job.schedule.steps_out <= job.schedule.ahead,
+            ok=lambda job: job.schedule.require_batches <= 1 or job.schedule.required_lead <= job.schedule.ahead,
             cel=f"self.schedule.requireBatches <= 1 || double({STEPS_OUT_CEL}) <= {AHEAD_CEL}",
             why="so many batches are never complete: generation may not run so far ahead of the newest weights",
             fix="Set a divisor of syncEvery, or a larger maxStaleness and stalenessThreshold",

@@ -16,7 +16,7 @@ from asyncflow.api.placement import ResourcesSpec, TemplateSpec
 from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import Count
 
-LEAVE_S = 120.0
+DRAIN_S = 120.0
 """Seconds in which a unit whose pod is deleted moves its rows to other units."""
 
 

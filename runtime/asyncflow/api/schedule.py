@@ -33,7 +33,7 @@ STEPS_OUT_CEL = (
     " : self.schedule.requireBatches % self.schedule.syncEvery == 0 ? self.schedule.requireBatches"
     " : self.schedule.requireBatches + self.schedule.syncEvery - 1)"
 )
-"""``ScheduleSpec.steps_out`` of a job in CEL, if requireBatches is not 0."""
+"""``ScheduleSpec.required_lead`` of a job in CEL, if requireBatches is not 0."""
 
 
 def _default_update(fields: dict[str, Any]) -> Update:
@@ -102,7 +102,7 @@ class ScheduleSpec(Spec):
         return steps if self.swap_at == "quota" else min(steps, (1 + self.staleness_threshold) * self.sync_every)
 
     @property
-    def steps_out(self) -> int:
+    def required_lead(self) -> int:
         """Optimizer steps beyond the newest published version whose prompts must be issued before training starts."""
         batches, cycle = max(1, self.require_batches), self.sync_every
         if cycle % batches == 0:

@@ -68,7 +68,7 @@ def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None
         names = await queue.partitions(timeout=_CALL_S)
         stats, units, views = await asyncio.gather(
             queue.stats(timeout=_CALL_S),
-            queue.units_there(timeout=_CALL_S),
+            queue.list_units(timeout=_CALL_S),
             asyncio.gather(*(queue.show(name, timeout=_CALL_S) for name in names)),
         )
         return Overview(stats=stats, partitions=views, units=units)
@@ -98,7 +98,7 @@ def drain(address: str, unit: int, *, tls: Path | None, timeout: float, as_json:
     async def leave(queue: QueueClient) -> None:
         deadline = time.monotonic() + timeout
         await queue.drain_unit(unit, timeout=_CALL_S)
-        while found := [view for view in await queue.units_there(timeout=_CALL_S) if view.unit == unit]:
+        while found := [view for view in await queue.list_units(timeout=_CALL_S) if view.unit == unit]:
             if found[0].state in ("serving", "silent"):
                 break
             if time.monotonic() >= deadline:
@@ -112,14 +112,14 @@ def drain(address: str, unit: int, *, tls: Path | None, timeout: float, as_json:
     if as_json:
         click.echo(json.dumps({"unit": unit, "left": True}))
     else:
-        click.echo(f"unit {unit} has left: nothing is lost")
+        click.echo(f"unit {unit} has left; no row was lost")
 
 
 def show(address: str, partition: str, *, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Print the tasks of one partition and what each waits for, and the storage units."""
 
     async def query(queue: QueueClient) -> PartitionReport:
-        calls = queue.show(partition, timeout=_CALL_S), queue.units_there(timeout=_CALL_S)
+        calls = queue.show(partition, timeout=_CALL_S), queue.list_units(timeout=_CALL_S)
         shown, units = await asyncio.gather(*calls)
         return PartitionReport(**msgspec.structs.asdict(shown), units=units)
 

@@ -101,12 +101,12 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
 def _replay(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target: Path, *, exact: bool) -> int:
     """Replay the steps of ``plan``, print all comparisons, and return the exit status."""
     os.environ.update(make_plan(job).role("trainer").env)  # before torch is imported
-    from asyncflow.replay.again import StepAgain, compare_checkpoints, replay_steps, weights_gap
+    from asyncflow.replay.again import ReplayedStep, compare_checkpoints, replay_steps, weights_gap
 
     step, base = plan.steps[-1], f"the checkpoint of step {plan.base}" if plan.base else "the initial model"
     several = f"steps {plan.steps[0]} to {step}" if len(plan.steps) > 1 else f"step {step}"
     click.echo(f"making {several} again, from {base}")
-    steps: list[StepAgain] = asyncio.run(
+    steps: list[ReplayedStep] = asyncio.run(
         replay_steps(
             job.spec,
             run=run,

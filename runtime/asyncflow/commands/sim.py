@@ -24,7 +24,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB, check_run
 from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
-from asyncflow.sim import Colocation, Models, Simulated, left_out, scenario_of, simulate
+from asyncflow.sim import Colocation, Models, Simulated, not_simulated, scenario_of, simulate
 from asyncflow.sim.fit import WITHOUT, Drawn, Recorded, fitted
 from asyncflow.telemetry.spans import FOLDER as SPANS
 from asyncflow.telemetry.spans import read_timeline
@@ -61,7 +61,7 @@ def sim(
     if as_json:
         print_json(_figures(made))
         return
-    if missing := left_out(job):
+    if missing := not_simulated(job):
         click.echo(f"note: not simulated: {'; '.join(missing)}")
     assert made.timeline is not None
     timeline, title = attribute(made.timeline), f"{job.name}: {len(made.steps)} steps in {made.wall_s:.4g} s"

@@ -20,8 +20,8 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.driver.journal import EVENTS, METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
-from asyncflow.local.asking import ask
 from asyncflow.local.folder import JOB, check_run, load_record
+from asyncflow.local.http_client import ask
 from asyncflow.rpc.http import HttpServer
 from asyncflow.view.page.changes import changes, facts, kept
 from asyncflow.view.page.document import document

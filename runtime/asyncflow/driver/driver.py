@@ -363,7 +363,7 @@ class Driver:
             tasks=self.members.tasks(self._graph, self._stats),
             prompts_skipped=self._dispatcher.skipped,
             step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
-            clock_ahead_s=clock.ahead(),
+            clock_ahead_s=clock.offset(),
             waiting_for=(self.rewards.paused if self.phase != "Running" else "")
             or waiting_for(
                 self.progress,

@@ -42,7 +42,7 @@ LastHeartbeat = tuple[Member, Status, float]
 """A member, the status in its last heartbeat, and the seconds since then."""
 
 
-def heard_of(directory: Directory, role: str | None = None) -> list[LastHeartbeat]:
+def last_heartbeats(directory: Directory, role: str | None = None) -> list[LastHeartbeat]:
     """Return the last heartbeats of all members of a directory, or of the members of one role."""
     return [
         (member, directory.status(member.incarnation), directory.silent_s(member.incarnation) or 0.0)

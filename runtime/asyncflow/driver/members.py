@@ -21,7 +21,14 @@ from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import FOLLOWER, HANDED_ON
 from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
-from asyncflow.driver.instances import LastHeartbeat, fleets, heard_of, rollout_state, task_states, versions_state
+from asyncflow.driver.instances import (
+    LastHeartbeat,
+    fleets,
+    last_heartbeats,
+    rollout_state,
+    task_states,
+    versions_state,
+)
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.presence import MemberState, member_state
@@ -112,41 +119,43 @@ class Members:
 
     def versions(self, *, nbytes: int | None, newest: int | None) -> VersionsState:
         """Return the distribution of versions to all instances. nbytes, newest: size and step of the newest version."""
-        return versions_state(heard_of(self._directory), nbytes=nbytes, newest=newest, swap_at=self._swap_at)
+        return versions_state(last_heartbeats(self._directory), nbytes=nbytes, newest=newest, swap_at=self._swap_at)
 
     def fleets(self, *, nbytes: int | None, newest: int | None) -> dict[str, VersionsState]:
         """Return the distribution of versions to the followers of each WeightSync, by its name."""
-        return fleets(heard_of(self._directory), nbytes=nbytes, newest=newest)
+        return fleets(last_heartbeats(self._directory), nbytes=nbytes, newest=newest)
 
     def statuses(self, role: str) -> list[Status]:
         """Return the statuses in the last heartbeats of the members of a role."""
-        return [status for _, status, _ in heard_of(self._directory, role)]
+        return [status for _, status, _ in last_heartbeats(self._directory, role)]
 
     def sample_rates(self) -> dict[str, float]:
         """Return the samples per second of each rollout while it generated, since its start, by its worker id."""
         return {
             member.incarnation: int(status.get("delivered", 0)) / float(status["busy_s"])
-            for member, status, _ in heard_of(self._directory, "rollout")
+            for member, status, _ in last_heartbeats(self._directory, "rollout")
             if float(status.get("busy_s", 0.0)) > 0
         }
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Return the state of each rollout; newest: step of the newest version; lag: allowed lag of the schedule."""
-        return [rollout_state(each, newest=newest, lag=lag) for each in heard_of(self._directory, "rollout")]
+        return [rollout_state(each, newest=newest, lag=lag) for each in last_heartbeats(self._directory, "rollout")]
 
     def tasks(self, graph: JobGraph, stats: QueueStats | None) -> dict[str, TaskState]:
         """Return the state of each task that is a role of its own; stats: statistics of the queue."""
-        return task_states(graph, heard_of(self._directory), stats)
+        return task_states(graph, last_heartbeats(self._directory), stats)
 
     @property
     def _leader(self) -> Status:
         """The status of rank 0 of the trainer, empty while there is none."""
-        return next((status for member, status, _ in heard_of(self._directory, "trainer") if member.index == 0), {})
+        return next(
+            (status for member, status, _ in last_heartbeats(self._directory, "trainer") if member.index == 0), {}
+        )
 
     @property
     def _own(self) -> list[LastHeartbeat]:
         """The last heartbeats of the job's own members, without followers."""
-        return [each for each in heard_of(self._directory) if each[0].role != FOLLOWER]
+        return [each for each in last_heartbeats(self._directory) if each[0].role != FOLLOWER]
 
     async def gather(self, needed: Counter[str], *, changed: Callable[[], Awaitable[None]], within_s: float) -> None:
         """Wait until the needed number of members of each role have joined. Raises DeadlineExceeded."""

@@ -292,7 +292,7 @@ def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:
     return web.get("/v1/status", get_status)
 
 
-def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
+def view_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
     """Return the routes by which clients observe the job."""
 
     def answer(value: object) -> web.Response:

@@ -17,7 +17,7 @@ from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
-from asyncflow.rewards.service import RewardClient, Rewards, silence_of
+from asyncflow.rewards.service import RewardClient, Rewards, silence_limit
 from asyncflow.rewards.wire import Example, Failure, RewardResult
 
 _CHILD = "asyncflow.environments.child"
@@ -120,7 +120,7 @@ def open_environment(
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
         return EnvironmentRunner(EnvironmentPool(spec, reward, workdir=workdir, run=run))
-    silence_s = silence_of(reward, timeout_s=spec.timeout_seconds)
+    silence_s = silence_limit(reward, timeout_s=spec.timeout_seconds)
     return EnvironmentRunner(
         RewardClient(environment_socket(Path(path)), start_timeout_s=within_s, silence_s=silence_s)
     )

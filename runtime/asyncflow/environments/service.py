@@ -14,7 +14,7 @@ from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.service import Rewards, serve
 
 
-def serve_beside(reward: Path, environment: Path | None, *, path: Path) -> None:
+def serve_pools(reward: Path, environment: Path | None, *, path: Path) -> None:
     """Serve the pools that ``pools_by_socket`` returns until SIGTERM or SIGINT. Raises the same errors."""
     serve(pools_by_socket(reward, environment, path=path))
 

@@ -22,7 +22,7 @@ import msgspec
 from asyncflow.api.status import DriverStatus
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
-from asyncflow.local.asking import ask
+from asyncflow.local.http_client import ask
 from asyncflow.plan.roles import Role
 
 _log = logging.getLogger(__name__)

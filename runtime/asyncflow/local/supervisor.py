@@ -62,7 +62,7 @@ DISK_S = 300.0
 """Seconds for which writes of the record may fail before the job ends."""
 LOOK_S = 0.5
 """Interval in seconds at which the wanted number of replicas is read."""
-LEAVE_S = 10.0
+DRAIN_S = 10.0
 """Seconds after the end of its drain time at which a leaving replica is killed."""
 _RETRY_S = 0.2
 _GANG_END_S = 2.0
@@ -229,7 +229,7 @@ class Supervisor:
         self._scale = scale
         leaving = self._table.scale(name, scale.wanted, time.monotonic())
         self._add_new_replicas()
-        self._end_some(leaving, within_s=elastic.drain_s + LEAVE_S)
+        self._end_some(leaving, within_s=elastic.drain_s + DRAIN_S)
         if before is not None:
             why = scale.problem or scale.why
             _log.info("%s: %d wanted, not %d: %s", name, scale.wanted, before.wanted, why)

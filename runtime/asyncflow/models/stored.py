@@ -223,7 +223,7 @@ class ModelWatch:
         """Record that ``model`` was published as θ_step."""
         self._step, self._passed = step, {model.stamp: ""}
 
-    def pass_over(self, model: StoredModel, why: str = "") -> None:
+    def skip(self, model: StoredModel, why: str = "") -> None:
         """Record that ``model`` is not to be published; why: shown in ``waits``, if the user must correct something."""
         self._passed[model.stamp] = why
 

@@ -418,7 +418,7 @@ class QueueClient:
         """Return the current counts."""
         return await self.ask("queue.stats", calls.Nothing(), messages.QueueStats, timeout=timeout)
 
-    async def units_there(self, *, timeout: float) -> list[UnitView]:
+    async def list_units(self, *, timeout: float) -> list[UnitView]:
         """Return the storage units as the controller knows them, by index."""
         return await self.ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
 

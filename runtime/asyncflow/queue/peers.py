@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, Elsewhere, PeerLost, Refused
+from asyncflow.errors import AsyncFlowError, PeerLost, Refused, WrongUnit
 from asyncflow.identity import unit_of
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
@@ -207,7 +207,7 @@ async def call_at_units(
 
     async def attempt(unit: Peer, indices: Sequence[int], seconds: float) -> list[Part[T]]:
         if unit.number in peers.units():
-            with suppress(Elsewhere):
+            with suppress(WrongUnit):
                 return [(indices, await call(unit, indices, seconds))]
         request = AskWhere([rows[index] for index in indices])
         units_now = await peers.ask("queue.where", request, list[int], timeout=left(deadline))
@@ -215,7 +215,7 @@ async def call_at_units(
         if places.keys() == {unit.number}:
             try:
                 return [(indices, await call(unit, indices, min(_UNIT_CALL_S, left(deadline))))]
-            except Elsewhere as moved:
+            except WrongUnit as moved:
                 raise PeerLost(f"rows are moving: {moved}", where=str(unit)) from moved
         missing = places.pop(NOWHERE, None)
         parts = await at_all(places.items())

@@ -22,7 +22,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from asyncflow.api.names import LEAST_BYTES
-from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused, WrongUnit
 from asyncflow.queue.peers import Peer, Peers, gather_all, pack_rows
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
@@ -131,9 +131,9 @@ class Putter:
             peer = Peer("storage", unit)
             try:
                 put, _ = await self._peers.call(peer, "unit.put", part, RowIds, timeout=answer_s, frames=frames)
-            except (Elsewhere, PeerLost, DeadlineExceeded) as error:
+            except (WrongUnit, PeerLost, DeadlineExceeded) as error:
                 tried[unit] = str(error)
-                if isinstance(error, Elsewhere):
+                if isinstance(error, WrongUnit):
                     return
                 raise
             for place, (index, row) in enumerate(zip(indices, put.rows, strict=True)):

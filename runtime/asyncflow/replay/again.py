@@ -31,7 +31,7 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Slot, StepTotals
 from asyncflow.replay.history import RecordedStep, ReplayPlan, RunHistory
-from asyncflow.replay.samples import MadeSample, SampleMaker, Weights, columns_of
+from asyncflow.replay.samples import ReplayedSample, SampleMaker, Weights, columns_of
 from asyncflow.roles.backend import backend_settings, kind_of_backend
 from asyncflow.roles.rollout import engine_of, merge_of, settings_of
 from asyncflow.roles.trainer import trainer_settings
@@ -53,19 +53,19 @@ _KEPT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepAgain:
+class ReplayedStep:
     """A replayed step.
 
     slots: its samples in the order of accumulation; same: whether θ_step equals the published weights bit for bit, None
     if it was not published, or its digest is not recorded.
     """
 
-    slots: Sequence[Sequence[MadeSample]]
+    slots: Sequence[Sequence[ReplayedSample]]
     report: TrainReport
     same: bool | None
 
     @property
-    def samples(self) -> list[MadeSample]:
+    def samples(self) -> list[ReplayedSample]:
         """All samples."""
         return [sample for slot in self.slots for sample in slot]
 
@@ -110,9 +110,9 @@ class _Queue:
     """Queue that returns the recorded slots. make: generates samples; decided: see ``TrainerSettings``."""
 
     history: RunHistory
-    make: Callable[[RecordedStep], Awaitable[dict[SampleKey, MadeSample]]]
+    make: Callable[[RecordedStep], Awaitable[dict[SampleKey, ReplayedSample]]]
     decided: str
-    generated: dict[int, dict[SampleKey, MadeSample]] = field(default_factory=dict)
+    generated: dict[int, dict[SampleKey, ReplayedSample]] = field(default_factory=dict)
 
     async def begin(self, **_: object) -> None:
         pass
@@ -153,7 +153,7 @@ async def replay_steps(
     plan: ReplayPlan,
     target: Path,
     done: Callable[[int, int], None],
-) -> list[StepAgain]:
+) -> list[ReplayedStep]:
     """Replay the steps of ``plan``, and write a checkpoint of the last one into ``target``/checkpoints.
 
     run: the run's folder; folder: the job's, base of relative paths; done: called after each step with its number and
@@ -185,7 +185,7 @@ async def replay_steps(
             weights=weights,
         )
 
-        async def make(step: RecordedStep) -> dict[SampleKey, MadeSample]:
+        async def make(step: RecordedStep) -> dict[SampleKey, ReplayedSample]:
             with _threads(spec.rollout.threads, then=spec.trainer.threads):
                 return await maker.make(step.samples)
 
@@ -227,14 +227,14 @@ async def replay_steps(
 
 def _again(
     report: TrainReport,
-    generated: Mapping[SampleKey, MadeSample],
+    generated: Mapping[SampleKey, ReplayedSample],
     *,
     history: RunHistory,
     digests: Mapping[int, str],
-) -> StepAgain:
+) -> ReplayedStep:
     recorded = history.step(report.step)
     published = history.digests.get(Version(recorded.attempt, report.step))
-    return StepAgain(
+    return ReplayedStep(
         slots=[[generated[sample.key] for sample in slot] for slot in recorded.slots],
         report=report,
         same=None if published is None else digests.get(report.step) == published,

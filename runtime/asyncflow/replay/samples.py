@@ -24,7 +24,7 @@ from asyncflow.training.recording import SampleRecord, digest
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
-class MadeSample(NamedTuple):
+class ReplayedSample(NamedTuple):
     """A sample that was generated again, and the record of the original."""
 
     record: SampleRecord
@@ -58,7 +58,7 @@ class SampleMaker:
         self._settings = settings
         self._weights = weights
 
-    async def make(self, records: Sequence[SampleRecord]) -> dict[SampleKey, MadeSample]:
+    async def make(self, records: Sequence[SampleRecord]) -> dict[SampleKey, ReplayedSample]:
         """Return the samples of a step, by key."""
         prompts = {serial: tuple(self._prompts.ids(serial)) for serial in {record.serial for record in records}}
         results = dict.fromkeys(range(len(records)), NOTHING)
@@ -75,7 +75,7 @@ class SampleMaker:
             }
             results |= zip(requests, await asyncio.gather(*map(self._engine.generate, requests.values())), strict=True)
         return {
-            record.key: MadeSample(record, prompts[record.serial], results[index])
+            record.key: ReplayedSample(record, prompts[record.serial], results[index])
             for index, record in enumerate(records)
         }
 
@@ -96,7 +96,7 @@ class SampleMaker:
         )
 
 
-def columns_of(samples: Sequence[MadeSample], *, decided: str) -> dict[str, Jagged]:
+def columns_of(samples: Sequence[ReplayedSample], *, decided: str) -> dict[str, Jagged]:
     """Return the columns that a trainer fetches: rewards and the column ``decided`` are the recorded ones."""
     rewards = [[0.0 if sample.record.reward is None else sample.record.reward] for sample in samples]
     return {

@@ -70,11 +70,11 @@ def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, wi
     if path is None:
         return WeightedRewards.of(spec, workdir=workdir, run=run)
     return RewardClient(
-        Path(path), start_timeout_s=within_s, silence_s=silence_of(spec, timeout_s=spec.timeout_seconds)
+        Path(path), start_timeout_s=within_s, silence_s=silence_limit(spec, timeout_s=spec.timeout_seconds)
     )
 
 
-def silence_of(spec: RewardSpec, *, timeout_s: float) -> float:
+def silence_limit(spec: RewardSpec, *, timeout_s: float) -> float:
     """Return the seconds for which a server may be silent if a call takes at most ``timeout_s``."""
     return _SILENT_TURNS * timeout_s + spec.start_seconds
 

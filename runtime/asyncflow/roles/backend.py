@@ -165,7 +165,7 @@ def export_best(
             checkpoint.verify(
                 rank=group.rank if checkpoints.shared else 0, world=group.world if checkpoints.shared else 1
             )
-    backend.take_weights(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
+    backend.load_weights(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
     export_weights(spec, backend, model, run=run, target=target)
     return step
 

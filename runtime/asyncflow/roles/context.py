@@ -253,7 +253,7 @@ class ProcessContext:
             driver=directory or self.options.driver, member=member, credentials=self.credentials, status=aged_status
         )
         membership.on_directives.append(self._apply)
-        if not await self.unless_stopped(membership.join(self.start_s)):
+        if not await self.run_until_stopped(membership.join(self.start_s)):
             raise _EndedBeforeJoining
         registered = True
         return membership
@@ -274,7 +274,7 @@ class ProcessContext:
             bandwidth=None if weights.bandwidth is None else weights.bandwidth.bytes,
         )
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
+    async def run_until_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
         """Run ``work``; return False if it was cancelled because this process is to end. Its exceptions propagate."""
         working, stopped = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
         await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)

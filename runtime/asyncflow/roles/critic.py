@@ -45,7 +45,7 @@ async def serve(context: JobContext) -> None:
     def make() -> CriticModel:
         if backend.of_model:
             materialize_weights(spec.model.source, folder)
-        return backend.apart(settings, folder=folder)
+        return backend.separate_critic(settings, folder=folder)
 
     service = CriticService(
         make, checkpoints=options.workdir / "checkpoints", rank=options.index, host=context.host, spans=context.spans

@@ -15,7 +15,7 @@ from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.journal import PROMPTS
 from asyncflow.driver.sinks import Sinks
-from asyncflow.driver.status import control_routes, last_words, looking_routes, status_route
+from asyncflow.driver.status import control_routes, last_words, status_route, view_routes
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
@@ -91,7 +91,7 @@ async def serve(context: JobContext) -> None:
     def status() -> DriverStatus:
         return driver.status().model_copy(update={"insecure": context.insecure})
 
-    views = looking_routes(live=driver.live, evidence=driver.evidence)
+    views = view_routes(live=driver.live, evidence=driver.evidence)
     page = page_routes(
         options.workdir,
         job=lambda: described,
@@ -108,7 +108,7 @@ async def serve(context: JobContext) -> None:
     else:
         await control.start(context.host, options.control_port)
     try:
-        if await context.unless_stopped(driver.run()):
+        if await context.run_until_stopped(driver.run()):
             await driver.conclude()
             message = last_words(status())
             await driver.dismiss()

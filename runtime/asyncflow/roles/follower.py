@@ -76,7 +76,7 @@ async def _follow(context: ProcessContext, engine: RolloutEngine, *args: Any, **
     """Start ``engine`` and call ``serve_newest`` with the other arguments."""
     engine.spans = context.spans
     try:
-        if await context.unless_stopped(engine.start()):
+        if await context.run_until_stopped(engine.start()):
             await serve_newest(context, engine, *args, **kwargs)
     finally:
         await engine.close()
@@ -125,7 +125,7 @@ async def serve_newest(
             )
             return follower, loader
 
-        await context.unless_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
+        await context.run_until_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
 
 
 async def serve_routes(routes: Iterable[web.RouteDef], *, host: str, port: int) -> web.AppRunner:

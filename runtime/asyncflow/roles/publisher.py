@@ -25,7 +25,7 @@ from typing import Final
 from asyncflow.api.names import PUBLISHER
 from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.api.status import DriverStatus
-from asyncflow.driver.instances import heard_of, versions_state
+from asyncflow.driver.instances import last_heartbeats, versions_state
 from asyncflow.driver.status import status_route
 from asyncflow.errors import DiskError
 from asyncflow.identity import Version
@@ -82,7 +82,7 @@ async def serve(context: SyncContext) -> None:
             phase="Starting" if newest is None else "Running",
             insecure=context.insecure,
             version=step,
-            versions=versions_state(heard_of(directory), nbytes=nbytes, newest=step, swap_at="token"),
+            versions=versions_state(last_heartbeats(directory), nbytes=nbytes, newest=step, swap_at="token"),
             waiting_for=publishing.waits[:_MOST_WAITING_FOR],
         )
 
@@ -106,7 +106,7 @@ async def serve(context: SyncContext) -> None:
         await sender.start()
         stack.push_async_callback(sender.close)
         context.spans.serve(waits="calls")
-        if await context.unless_stopped(publishing.run(sender)):
+        if await context.run_until_stopped(publishing.run(sender)):
             await context.stopping.wait()
 
 
@@ -166,7 +166,7 @@ class Publishing:
         if self._shapes not in (None, dict(model.tensors)):
             why = f"{model.folder} has other tensors than the previous version: publish it with another WeightSync"
             log.warning("%s", why)
-            watch.pass_over(model, why)
+            watch.skip(model, why)
             return
         started = time.monotonic()
         version = Version(self._context.options.attempt, step)
@@ -176,7 +176,7 @@ class Publishing:
             raise DiskError("it changed while it was read", where=str(model.folder))
         if part.tensors == self._entries:
             log.info("%s has the same bytes as the previous version: it is skipped", model.folder)
-            watch.pass_over(model)
+            watch.skip(model)
             return
         await retry(
             partial(sender.announce, copied, part, timeout=_CALL_S),

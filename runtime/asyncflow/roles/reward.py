@@ -13,7 +13,7 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.roles.task import work
-from asyncflow.tasks.judging import JUDGED, Judge
+from asyncflow.tasks.judging import REWARD_COLUMNS, Judge
 from asyncflow.tasks.worker import TaskSettings
 from asyncflow.telemetry.metrics import RewardMetrics
 
@@ -36,7 +36,7 @@ async def serve(context: JobContext) -> None:
         partitions=(TRAIN, EVAL),
         task=REWARD,
         reads=("task", "response_ids", *((LOSS_MASK,) if spec.environment is not None else ())),
-        writes=JUDGED,
+        writes=REWARD_COLUMNS,
         batch=role.batch,
         parallel=role.parallel,
         lease_s=role.lease_seconds,
@@ -45,7 +45,7 @@ async def serve(context: JobContext) -> None:
     transcriber = Transcriber(tokenizer=tokenizer, stop_ids=stop_ids_of(tokenizer, spec.sampling.stop))
     judge = Judge(rewards, transcriber=transcriber, sizes=spec.group_sizes)
     try:
-        if await context.unless_stopped(rewards.start()):
+        if await context.run_until_stopped(rewards.start()):
             role.check(by_group=rewards.by_group)
             await work(context, settings, judge.compute, metrics=RewardMetrics())
     finally:

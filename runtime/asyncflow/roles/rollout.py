@@ -27,7 +27,7 @@ from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import EXACT, ROUNDED
-from asyncflow.rollout.worker import RolloutWorker, wanted_by
+from asyncflow.rollout.worker import RolloutWorker, next_version_of
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import LoadingMetrics, RolloutMetrics
 from asyncflow.weights.holder import node_name
@@ -79,7 +79,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
-        if not await context.unless_stopped(engine.start()):
+        if not await context.run_until_stopped(engine.start()):
             return
         membership = await context.join(metrics=metrics, status=status, ready=partial(loaded, engine))
 
@@ -94,7 +94,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             worker=context.worker,
             transport=context.transport(spec.rollout.accelerator),
             node=node_name(),
-            want=wanted_by(instance),
+            want=next_version_of(instance),
             on_transfer=partial(received, context, metrics),
         )
         await receiver.start()
@@ -153,7 +153,7 @@ def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
         drain_s=spec.rollout.drain_seconds,
         mixes=spec.schedule.swap_at == "token",
         max_turns=1 if spec.environment is None else spec.environment.max_turns,
-        judges=spec.reward.role is None,
+        scores_here=spec.reward.role is None,
         probe_gap=probe_gap_of(spec),
     )
 

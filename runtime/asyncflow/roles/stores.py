@@ -86,7 +86,7 @@ async def watch(context: ProcessContext, server: Server) -> None:
         membership = await context.join(metrics=RoleMetrics(), address=f"tcp://{server.host}:{server.port}")
         context.spans.serve(waits="calls")
         try:
-            await context.unless_stopped(server.ended())
+            await context.run_until_stopped(server.ended())
         finally:
             await membership.close()
     finally:

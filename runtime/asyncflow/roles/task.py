@@ -57,7 +57,7 @@ async def serve(context: JobContext) -> None:
         drain_s=task.drain_seconds,
     )
     try:
-        if await context.unless_stopped(function.start()):
+        if await context.run_until_stopped(function.start()):
             await work(context, settings, function.compute, metrics=TaskMetrics())
     finally:
         await function.close()

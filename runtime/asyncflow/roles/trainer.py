@@ -190,7 +190,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
                 )
                 exports |= {EXPORT_BEST: best} if best is not None else {}
         exported.set()
-        membership.nudge()
+        membership.report_soon()
     await context.stopping.wait()
     leaving.cancel()
     backend.close()

@@ -42,7 +42,7 @@ class RolloutSettings:
     load_s: time to wait for the weights of claimed rows, which are given back afterwards.
     drain_s: time to deliver generated samples when the instance leaves.
     mixes: whether several versions may make one response (``swapAt: token``); max_turns: of the model in one response.
-    judges: whether responses are scored here, and not by a separate role.
+    scores_here: whether responses are scored here, and not by a separate role.
     probe_gap: largest allowed mean difference of the engine's log-probs from those published with the loaded weights.
     """
 
@@ -58,7 +58,7 @@ class RolloutSettings:
     drain_s: float = 10.0
     mixes: bool = False
     max_turns: int = 1
-    judges: bool = True
+    scores_here: bool = True
     probe_gap: float = 1e-3
 
     @property
@@ -241,7 +241,7 @@ def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
 def columns(outcomes: Sequence[SampleOutcome], *, settings: RolloutSettings) -> dict[str, Jagged]:
     """Return the columns of outcomes: the response and, if scored here, reward float32[1] and details (uint8: JSON)."""
     found = response_columns([outcome.completion for outcome in outcomes], names=settings.response)
-    if settings.judges:
+    if settings.scores_here:
         judged = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         found["reward"] = Jagged.from_rows([[reward.value] for reward in judged], np.float32)
         found["details"] = Jagged.from_rows([np.frombuffer(reward.details, np.uint8) for reward in judged], np.uint8)

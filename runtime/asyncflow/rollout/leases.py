@@ -269,7 +269,7 @@ class InFlightTable:
         """Return the partial response of each undelivered row, as far as other instances can continue it."""
         running = self._unfinished()
         found = {
-            job: running.get((job.purpose, job.row.meta.key)) if job.ended is None else job.ended.unended()
+            job: running.get((job.purpose, job.row.meta.key)) if job.ended is None else job.ended.without_last()
             for job in self._jobs
         }
         return {job: self._trusted(part) for job, part in found.items() if part is not None}

@@ -200,7 +200,7 @@ class RolloutMeter:
         return seconds.get("receive", 0.0) + seconds.get("swap", 0.0)
 
 
-def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
+def next_version_of(instance: Instance) -> Callable[[CatalogueView], int | None]:
     """Return the function ``want`` for the receiver of ``instance``."""
     return lambda view: instance.want(view.available, required=view.required)
 
@@ -208,8 +208,8 @@ def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
 class RolloutWorker:
     """Runs one instance.
 
-    The caller starts and closes receiver (made with ``want=wanted_by(instance)``), engine and rewards.
-    rewards: None if responses are scored elsewhere (``settings.judges``); merge: see ``WeightLoader``.
+    The caller starts and closes receiver (made with ``want=next_version_of(instance)``), engine and rewards.
+    rewards: None if responses are scored elsewhere (``settings.scores_here``); merge: see ``WeightLoader``.
     permits: of a staggered update, None if the instance changes weights without permits.
     environment: of samples of several turns, started and closed like the rewards; spans: records the instance's work.
     """
@@ -374,7 +374,7 @@ class RolloutWorker:
         """Pass the available versions to the instance, and notify the receiver and the claimers of changes."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
-        wanted = wanted_by(self._instance)(receiver.view)
+        wanted = next_version_of(self._instance)(receiver.view)
         if wanted != self._wanted:
             self._wanted = wanted
             receiver.notify()
@@ -468,7 +468,7 @@ class RolloutWorker:
             with self.meter.scores():
                 scored = await self._scoring.score(job, self._episodes.transcript(completion))
             if scored is None:
-                await self._in_flight.give_back([job], reason=_INCOMPLETE, partial={job: completion.unended()})
+                await self._in_flight.give_back([job], reason=_INCOMPLETE, partial={job: completion.without_last()})
                 return
             reward = failed or scored
             self.meter.scored(reward, time.monotonic() - started)

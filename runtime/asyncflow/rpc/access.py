@@ -28,10 +28,10 @@ _QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_CLIENTS)
 _ALL: Final = (*_QUEUE, "critic", "master", "holder", PUBLISHER, FOLLOWER)
 _SHARED: Final = (_CLIENTS, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
-HELD_BY: Final = "@"
+HOLDER_SEPARATOR: Final = "@"
 """Separates the id of a lease from the process that holds it, in the name of a lease: ``1f@rollout-3``."""
 _PROCESS = r"([a-z]+(?:-[a-z][a-z0-9]*)?)-(0|[1-9][0-9]{0,18})"
-_WORKER, _LEASE = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(f"[0-9a-f]+{HELD_BY}{_PROCESS}")
+_WORKER, _LEASE = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(f"[0-9a-f]+{HOLDER_SEPARATOR}{_PROCESS}")
 
 Place: TypeAlias = tuple[str, int]
 """A role and an index."""

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
 from asyncflow.errors import ManifestError, Refused
-from asyncflow.rpc.framing import ANYBODY, SERVER_SIZE, new_server
+from asyncflow.rpc.framing import ANY_SERVER, SERVER_SIZE, new_server
 from asyncflow.rpc.retry import delays
 
 SCHEME = "tcp://"
@@ -54,14 +54,14 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def server_of(address: str) -> bytes:
-    """Return the server that a valid address names; ``ANYBODY`` if it names none."""
-    return bytes.fromhex(address.removeprefix(SCHEME).partition("/")[2]) or ANYBODY
+    """Return the server that a valid address names; ``ANY_SERVER`` if it names none."""
+    return bytes.fromhex(address.removeprefix(SCHEME).partition("/")[2]) or ANY_SERVER
 
 
-def address_of(host: str, port: int, *, server: bytes = ANYBODY) -> str:
+def address_of(host: str, port: int, *, server: bytes = ANY_SERVER) -> str:
     """Return the address of a server."""
     where = f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
-    return where if server == ANYBODY else f"{where}/{server.hex()}"
+    return where if server == ANY_SERVER else f"{where}/{server.hex()}"
 
 
 def is_loopback(host: str) -> bool:
@@ -161,7 +161,7 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
     one. Raises Refused if it cannot listen there, and ManifestError if ``bind`` is not an address.
     """
     where, server = host_and_port(bind), server_of(bind)
-    if not where[1] and server == ANYBODY:
+    if not where[1] and server == ANY_SERVER:
         server = new_server()
     try:
         sock = await _bind((await places_of(*where, within_s=_BIND_S))[0])

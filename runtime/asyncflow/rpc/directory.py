@@ -29,9 +29,9 @@ from asyncflow.rpc.membership import (
     HEARTBEAT,
     LEAVE,
     REGISTER,
-    Beat,
-    Beaten,
     Directives,
+    Heartbeat,
+    HeartbeatReply,
     Leave,
     Member,
     Registered,
@@ -60,8 +60,8 @@ class _Entry:
 class _Parked(NamedTuple):
     """A heartbeat that waits, its future answer, and the timer of the latest time of the answer."""
 
-    beat: Beat
-    answer: asyncio.Future[Beaten]
+    beat: Heartbeat
+    answer: asyncio.Future[HeartbeatReply]
     expiry: asyncio.TimerHandle
 
 
@@ -156,11 +156,11 @@ class Directory:
             revision=self.revision, peers=self.peers(), heartbeat_s=self.heartbeat_s, lost_after_s=self.lost_after_s
         )
 
-    def heartbeat(self, beat: Beat) -> Beaten | asyncio.Future[Beaten]:
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | asyncio.Future[HeartbeatReply]:
         """Record a heartbeat, and answer with the changes that the member does not know, as soon as there are any."""
         place = self._places.get(beat.incarnation)
         if place is None:
-            return Beaten(known=False)
+            return HeartbeatReply(known=False)
         entry = self._entries[place]
         entry.seen, entry.status = self._clock(), beat.status
         subscribes = beat.heard is not None
@@ -195,13 +195,13 @@ class Directory:
         parked.expiry.cancel()
         if not parked.answer.done():
             is_member = parked.beat.incarnation in self._places
-            answer = self._answer(entry, parked.beat) if is_member else Beaten(known=False)
+            answer = self._answer(entry, parked.beat) if is_member else HeartbeatReply(known=False)
             entry.sent = answer.directives
             parked.answer.set_result(answer)
 
-    def _answer(self, entry: _Entry, beat: Beat, *, unknown: tuple[int, ...] = ()) -> Beaten:
+    def _answer(self, entry: _Entry, beat: Heartbeat, *, unknown: tuple[int, ...] = ()) -> HeartbeatReply:
         fresh = beat.heard is not None and beat.heard != self._broadcast[0]
-        return Beaten(
+        return HeartbeatReply(
             known=True,
             revision=self.revision,
             peers=None if beat.revision == self.revision else self.peers(),
@@ -235,7 +235,7 @@ class Directory:
     def attach(self, server: RpcServer) -> None:
         """Serve members through ``server`` and sweep in the running loop, until ``close``."""
         server.route(REGISTER, Member, lambda member, _: self.register(member))
-        server.route(HEARTBEAT, Beat, lambda beat, _: self.heartbeat(beat))
+        server.route(HEARTBEAT, Heartbeat, lambda beat, _: self.heartbeat(beat))
         server.route(LEAVE, Leave, lambda request, _: self.leave(request.incarnation, request.reason))
         self._swept = self._clock()
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep_periodically(), name="directory sweep")

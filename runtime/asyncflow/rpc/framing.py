@@ -36,7 +36,7 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc.columns import LARGE, Buffer
 
 SERVER_SIZE = 8
-ANYBODY = bytes(SERVER_SIZE)
+ANY_SERVER = bytes(SERVER_SIZE)
 """Matches any server; no server has this id."""
 
 
@@ -309,7 +309,7 @@ def welcome(server: bytes) -> bytes:
 
 def check_welcome(parts: Sequence[memoryview], *, dialled: bytes) -> None:
     """Check the greeting of a server. Raises ProtocolError if it is not the server that was dialled."""
-    if _greeting(parts) != dialled != ANYBODY:
+    if _greeting(parts) != dialled != ANY_SERVER:
         raise ProtocolError("another server is at this address now", hint="The server that was dialled has ended")
 
 

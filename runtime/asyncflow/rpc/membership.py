@@ -92,7 +92,7 @@ class Registered(Struct, frozen=True, kw_only=True):
     lost_after_s: float
 
 
-class Beat(Struct, frozen=True, kw_only=True):
+class Heartbeat(Struct, frozen=True, kw_only=True):
     """A heartbeat: the member's incarnation, the revision of the member list that it has, and its status.
 
     heard: the number of the last broadcast received, None without a subscriber; holds: the holdings of the subscriber,
@@ -106,7 +106,7 @@ class Beat(Struct, frozen=True, kw_only=True):
     holds: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MOST_HELD)] = ()
 
 
-class Beaten(Struct, frozen=True, kw_only=True):
+class HeartbeatReply(Struct, frozen=True, kw_only=True):
     """Answer to a heartbeat. known: False if the member must register again; peers: None if the list is unchanged.
 
     broadcast: number and content of the latest broadcast, None if the member has it; unknown: holdings of the member
@@ -224,7 +224,7 @@ class Membership:
         member = self._members.get((role, index))
         return (member.address or None) if member is not None else None
 
-    def nudge(self) -> None:
+    def report_soon(self) -> None:
         """Send a heartbeat early, because the status has changed."""
         self._early.set()
 
@@ -295,14 +295,14 @@ class Membership:
 
     async def _send_heartbeat(self) -> bool:
         subscriber = self.subscriber
-        beat = Beat(
+        beat = Heartbeat(
             incarnation=self.member.incarnation,
             revision=self._revision,
             status=self._status(),
             heard=None if subscriber is None else self._heard,
             holds=() if subscriber is None else subscriber.holds(),
         )
-        answer = await self.driver.call(HEARTBEAT, beat, Beaten, timeout=self._heartbeat_s + self._lost_after_s)
+        answer = await self.driver.call(HEARTBEAT, beat, HeartbeatReply, timeout=self._heartbeat_s + self._lost_after_s)
         if not answer.known:
             log.info("%s: the directory does not know this process: registering again", self.member)
             self._known_before = self._members

@@ -61,7 +61,7 @@ async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, t
         try:
             return await attempt(seconds)
         except (PeerLost, DeadlineExceeded) as error:
-            last, answered = error, error if error.told else answered
+            last, answered = error, error if error.from_peer else answered
         seconds = deadline - loop.time() - delay
         if seconds <= 0:
             break

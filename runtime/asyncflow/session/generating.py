@@ -133,7 +133,7 @@ class UserEngine(RolloutEngine):
             versions=np.full(len(ids), version.packed, np.int64),
             finish="length" if end is None else "stop",
         )
-        return request.continues.followed_by(generated)
+        return request.continues.extended_by(generated)
 
     def _end(self, request: GenerationRequest, ids: Sequence[int]) -> int | None:
         """Return the number of ``ids`` up to and including the one that ends the response, None if none does."""

@@ -13,17 +13,25 @@ from asyncflow.sim.models import (
 )
 from asyncflow.sim.result import Simulated, SimulatedStep
 from asyncflow.sim.run import simulate
-from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, engine_model, left_out, models_of, scenario_of
+from asyncflow.sim.scenario import (
+    EvaluationLoad,
+    RolloutEvent,
+    Scenario,
+    engine_model,
+    models_of,
+    not_simulated,
+    scenario_of,
+)
 
 __all__ = [
     "Colocation",
     "EngineModel",
     "EvaluationLoad",
-    "Happening",
     "Lengths",
     "LinkModel",
     "Models",
     "RewardTimes",
+    "RolloutEvent",
     "Scenario",
     "Simulated",
     "SimulatedStep",
@@ -31,8 +39,8 @@ __all__ = [
     "StorageModel",
     "TrainerModel",
     "engine_model",
-    "left_out",
     "models_of",
+    "not_simulated",
     "scenario_of",
     "simulate",
 ]

@@ -18,7 +18,7 @@ from asyncflow.sim.recorder import TrackRecorder
 from asyncflow.sim.result import Simulated
 from asyncflow.sim.rollouts import SimulatedRollout
 from asyncflow.sim.rows import RowPool, SimulatedRow
-from asyncflow.sim.scenario import Happening, Scenario
+from asyncflow.sim.scenario import RolloutEvent, Scenario
 from asyncflow.sim.trainer import SimulatedTrainer
 from asyncflow.timeline.tracks import Mark, Timeline, Track
 
@@ -73,7 +73,7 @@ class World:
         agenda.at(scenario.models.start.trainer_s, self.trainer.start)
         for index in range(scenario.rollouts):
             self._join(index)
-        for event in scenario.happenings:
+        for event in scenario.events:
             agenda.at(event.at, self._handle, event)
         if not agenda.run(over=lambda: self.driver.over):
             raise AsyncFlowError(
@@ -209,7 +209,7 @@ class World:
         self.rollouts[index] = rollout
         self.agenda.after(self.scenario.models.start.rollout_s, rollout.start)
 
-    def _handle(self, event: Happening) -> None:
+    def _handle(self, event: RolloutEvent) -> None:
         start = self.scenario.models.start
         if event.what == "join":
             index = max(self.rollouts, default=-1) + 1

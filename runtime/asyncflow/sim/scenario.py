@@ -30,7 +30,7 @@ class EvaluationLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happening:
+class RolloutEvent:
     """Event of a rollout at a virtual second: it is killed, it leaves, or another one joins.
 
     index: of the rollout, -1 for one that joins.
@@ -71,7 +71,7 @@ class Scenario:
     stagger: int | None = None
     evaluation: EvaluationLoad | None = None
     colocated: Colocation | None = None
-    happenings: tuple[Happening, ...] = ()
+    events: tuple[RolloutEvent, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ManifestError for a colocated scenario with an asynchronous schedule."""
@@ -124,7 +124,7 @@ def scenario_of(job: RLJob, *, models: Models | None = None, colocated: Colocati
     )
 
 
-def left_out(job: RLJob) -> list[str]:
+def not_simulated(job: RLJob) -> list[str]:
     """Return descriptions of the features of a job that are not simulated."""
     spec = job.spec
     found = {

@@ -27,7 +27,7 @@ from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rpc.columns import Jagged
 from asyncflow.tasks.rows import OutputColumn, TaggedValues
 
-JUDGED: Final = (
+REWARD_COLUMNS: Final = (
     OutputColumn(name="reward", dtype="float32", most=1),
     OutputColumn(name="details", dtype="uint8", most=MOST_DETAILS),
 )

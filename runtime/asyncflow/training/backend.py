@@ -61,7 +61,7 @@ class TrainerBackend(ABC):
         self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part)
 
     @classmethod
-    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
+    def separate_critic(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
         """Return the critic of this backend for a separate process. folder: the model's; settings: the critic's.
 
         Raises ManifestError if the backend does not support this, which is the default.
@@ -78,7 +78,7 @@ class TrainerBackend(ABC):
         CheckpointError if the files do not fit the settings.
         """
 
-    def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:
+    def load_weights(self, folder: Path, *, checkpoint: Path | None) -> None:
         """Load only the weights of a checkpoint, in order to export them without training. Arguments as of ``load``.
 
         By default this is ``load``.

@@ -5,7 +5,7 @@ It passes through the real packing of slots, checkpoints, publications and resto
 on the ledger. Every element of a second tensor, ``moving``, changes at every step, as the weights of a model do, so
 that whole versions are transferred.
 
-A separate critic (``apart``) counts the samples that it learns from in the same way, in its own file.
+A separate critic (``separate_critic``) counts the samples that it learns from in the same way, in its own file.
 
 Invariant: after step k the entry of a sample is the number of steps up to k whose D_k contained it, times the epochs of
 each, among the steps that are part of the weights.
@@ -86,7 +86,7 @@ class CountingBackend(TrainerBackend):
         self._pending[:] = 0
 
     @classmethod
-    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
+    def separate_critic(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
         """See the base class."""
         return CountingCritic(settings)
 

@@ -111,7 +111,7 @@ class Holder:
         self.address = await self.transport.start(self._read, until=self._until)
         self.spawn(self._synchronise())
         self._membership.subscriber = self
-        self._membership.nudge()
+        self._membership.report_soon()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, which must not return, until close. ``wait_for`` raises an error that ends it."""
@@ -125,13 +125,13 @@ class Holder:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.copies.clear()
-        self._membership.nudge()
+        self._membership.report_soon()
         await self.transport.close()
 
     def add(self, version: Version, copy: Copy) -> None:
         """Hold ``copy`` of ``version`` from now on, and announce it."""
         self.copies[version] = copy
-        self._membership.nudge()
+        self._membership.report_soon()
         self.notify()
 
     def notify(self) -> None:
@@ -252,7 +252,7 @@ class Holder:
             if not wanted:
                 self._unwanted.add(version)
             self._unknown.discard(version)
-            self._membership.nudge()
+            self._membership.report_soon()
         self._release()
 
     async def _announce_copy(self, copy: Copy) -> bool:
@@ -265,7 +265,7 @@ class Holder:
     def _forget(self, version: Version) -> None:
         self.copies.pop(version, None)
         self._unwanted.discard(version)
-        self._membership.nudge()
+        self._membership.report_soon()
 
     async def _publish(self, part: ManifestPart) -> bool:
         published = await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
+from asyncflow.errors import DeadlineExceeded, PeerLost, StaleHandle, WrongUnit
 from asyncflow.identity import RowPlace
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.calls import NOWHERE
@@ -41,7 +41,7 @@ class Units:
         if self.failures:
             raise self.failures.pop(0)
         if any(self.lies.get(row) != call.peer.number for row in rows):
-            raise Elsewhere("not here")
+            raise WrongUnit("not here")
         header, frames = encode_batch(
             {
                 "x": Jagged.from_rows([[row] * (row % 4) for row in rows], "int64"),

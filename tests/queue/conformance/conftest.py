@@ -250,7 +250,7 @@ async def _raw_peer_at(address):
     """Connect to a server and shake hands."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
     writer.write(framing.hello(None))
-    await reader.readexactly(len(framing.welcome(framing.ANYBODY)))
+    await reader.readexactly(len(framing.welcome(framing.ANY_SERVER)))
     made = RawPeer(reader, writer)
     try:
         yield made

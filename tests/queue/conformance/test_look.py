@@ -58,7 +58,7 @@ async def test_a_unit_that_is_not_heard_for_long_is_called_silent(two_units):
 async def test_drain_has_a_unit_leave_and_waits_for_it(run, filled, scores, two_units):
     leaving = asyncio.create_task(leave(two_units.units[1]))
     status, out = await run("drain", "1", "--timeout", "20")
-    assert (status, out.splitlines()[-1]) == (0, "unit 1 has left: nothing is lost")
+    assert (status, out.splitlines()[-1]) == (0, "unit 1 has left; no row was lost")
     assert await leaving
     status, out = await run("ls", "--json")
     units = json.loads(out)["units"]

@@ -50,7 +50,7 @@ async def drained(processes, unit):
 async def serving(processes, units):
     """Wait until these units are there, and no others, and serve."""
     async with asyncio.timeout(30):
-        while {unit.unit: unit.state for unit in await processes.client.units_there(timeout=30)} != dict.fromkeys(
+        while {unit.unit: unit.state for unit in await processes.client.list_units(timeout=30)} != dict.fromkeys(
             units, "serving"
         ):
             await asyncio.sleep(0.05)
@@ -127,6 +127,6 @@ async def test_a_move_that_is_cut_leaves_each_row_in_one_place_and_no_bytes_else
     assert len(done) == 12
     assert all(await processes.client.drop(done, reason="test", timeout=30))
     async with asyncio.timeout(30):
-        while any(unit.bytes or unit.rows for unit in await processes.client.units_there(timeout=30)):
+        while any(unit.bytes or unit.rows for unit in await processes.client.list_units(timeout=30)):
             await asyncio.sleep(0.05)
     assert audit_ledger(processes.folder / "ledger").ok

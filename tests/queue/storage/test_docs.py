@@ -34,7 +34,7 @@ async def test_the_store_of_the_guide_gives_back_what_it_was_given(tmp_path, mon
     exec(shown("python"), names)
     for incarnation in ("first", "second"):
         site = Site(unit=3, incarnation=incarnation, host="127.0.0.1", find=lambda *_: None)
-        backend = names["FolderBackend"].made(site)
+        backend = names["FolderBackend"].create(site)
         await backend.open()
         assert list(tmp_path.iterdir()) == []
         put = {"x": Jagged.from_rows([[1, 2], [], [3]], "int64"), "y": encode(["a", "b", ""])}

@@ -65,7 +65,7 @@ class Flaky(Store):
         place.data[:] = value
         return Outcome.DONE
 
-    async def gone(self, unmoved, others):
+    async def find_lost(self, unmoved, others):
         return [key for key in others if key not in self.values]
 
     async def remove(self, keys):

@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta, Raw, Struct
 
 from asyncflow.queue.protocol.messages import LeasedRow, Slot, TaskSpec
-from asyncflow.rpc.access import HELD_BY
+from asyncflow.rpc.access import HOLDER_SEPARATOR
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
@@ -238,7 +238,7 @@ class AskWhere(Struct, frozen=True):
 
 def parse_lease(name: str) -> tuple[int, str]:
     """Return the id and the holder in a lease's name (``Lease.name``); id 0, which no lease has, for other texts."""
-    number, _, holder = name.partition(HELD_BY)
+    number, _, holder = name.partition(HOLDER_SEPARATOR)
     try:
         lease = int(number, 16)
     except ValueError:

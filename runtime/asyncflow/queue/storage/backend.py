@@ -74,7 +74,7 @@ class Backend(ABC):
     """Holds blobs by number. Several calls may run concurrently, and each may be cancelled at any await."""
 
     @classmethod
-    def made(cls, site: Site) -> Self:  # noqa: ARG003
+    def create(cls, site: Site) -> Self:  # noqa: ARG003
         """Return a back end for a unit."""
         return cls()
 
@@ -157,7 +157,7 @@ class Store(ABC):
         """Read values of these sizes, no key twice, into a buffer. The caller checks their contents."""
 
     @abstractmethod
-    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
+    async def find_lost(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
         """Return those of ``others`` that are lost, or stored with one of ``unmoved``, whose transfer failed."""
 
     @abstractmethod

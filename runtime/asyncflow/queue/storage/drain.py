@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from asyncflow.errors import Elsewhere
+from asyncflow.errors import WrongUnit
 from asyncflow.identity import location_of
 from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.rpc.columns import weighed_batches
@@ -29,10 +29,10 @@ class MovingRows:
         self._where = where
 
     def check(self, rows: Sequence[int], *, write: bool = False) -> None:
-        """Raise Elsewhere if some of ``rows`` are on another unit, or are moving to or from this one."""
+        """Raise WrongUnit if some of ``rows`` are on another unit, or are moving to or from this one."""
         if away := self.away(rows, write=write):
             hint = "The controller knows their location"
-            raise Elsewhere(f"{len(away)} of {len(rows)} rows are not on this unit", where=self._where, hint=hint)
+            raise WrongUnit(f"{len(away)} of {len(rows)} rows are not on this unit", where=self._where, hint=hint)
 
     def away(self, rows: Sequence[int], *, write: bool = False) -> list[int]:
         """Return the rows that may be elsewhere and, for a write, those that are moving away.

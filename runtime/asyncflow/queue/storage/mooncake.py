@@ -207,7 +207,7 @@ class MooncakeStore(Store):
         """Get all values."""
         return await self._transfer("batch_get_into", keys, sizes, values)
 
-    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
+    async def find_lost(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
         """Query the master for the segments of values, which for a while may include a dead holder."""
         segments: dict[str, str] = {}
         for part in batches([*unmoved, *others], MOST_KEYS):
@@ -267,7 +267,7 @@ class MooncakeBackend(PackedBackend):
         load()
 
     @classmethod
-    def made(cls, site: Site) -> Self:
+    def create(cls, site: Site) -> Self:
         """Return a back end that finds the master by the role ``master``."""
         connection = MooncakeConnection(host=site.host, master=lambda: site.find("master", 0))
         stale = f"^{re.escape(site.unit_prefix)}(?!{site.incarnation}-)"

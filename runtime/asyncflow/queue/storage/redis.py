@@ -39,7 +39,7 @@ class RedisBackend(PackedBackend):
         _library()
 
     @classmethod
-    def made(cls, site: Site) -> Self:
+    def create(cls, site: Site) -> Self:
         """Return a back end that finds its server by the role ``holder``, at the unit's index."""
         find = functools.partial(site.find, "holder", site.unit)
         store = RedisStore(find, unit=site.unit_prefix, password=site.password)
@@ -91,7 +91,7 @@ class RedisStore(Store):
                 outcomes[number] = Outcome.DONE
         return outcomes
 
-    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
+    async def find_lost(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
         """Query which keys exist; a restarted server has none of them."""
         missing: list[str] = []
         for part in batches(others, self.most_keys):

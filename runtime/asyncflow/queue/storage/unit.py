@@ -12,7 +12,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 
-from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
+from asyncflow.errors import DeadlineExceeded, ProtocolError, Refused, StaleHandle, WrongUnit
 from asyncflow.identity import COUNTER_BITS
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.protocol.unit_calls import (
@@ -49,7 +49,7 @@ _MOST = 1 << 40
 def open_backend(name: str, site: Site) -> Backend:
     """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError if there is none."""
     made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="backend of the queue")
-    return made.made(site)
+    return made.create(site)
 
 
 class StorageUnit:
@@ -154,16 +154,16 @@ class StorageUnit:
         return self._session.joined.is_set()
 
     async def _open(self, wait_s: float) -> None:
-        """Wait until new rows can be accepted. Raises Elsewhere if the unit no longer accepts any."""
+        """Wait until new rows can be accepted. Raises WrongUnit if the unit no longer accepts any."""
         await self.joined(wait_s)
         if self._moving.draining:
-            raise Elsewhere("the unit is draining", where=f"storage unit {self.index}", hint="Put the rows on another")
+            raise WrongUnit("the unit is draining", where=f"storage unit {self.index}", hint="Put the rows on another")
 
     async def _put(self, call: PutRows, frames: Frames) -> RowIds:
         await self._open(call.wait_s)
         if self._session.ids_used > _MOST_IDS:
             hint = "Put the rows on another unit; this one has ids again when it was drained and restarted"
-            raise Elsewhere("its row ids are used up", where=f"storage unit {self.index}", hint=hint)
+            raise WrongUnit("its row ids are used up", where=f"storage unit {self.index}", hint=hint)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
             raise ProtocolError(f"{count} rows came in groups of {call.group_size}, with {len(call.tags)} sets of tags")
@@ -199,7 +199,7 @@ class StorageUnit:
         blob = await self.holdings.store(columns, rows=rows, lease=call.lease, partial=partial, timeout=call.wait_s)
         try:
             self._moving.check(rows, write=True)
-        except Elsewhere:
+        except WrongUnit:
             self.holdings.discard(blob, len(rows))
             raise
         self.put_bytes += blob.size

@@ -25,7 +25,7 @@ from asyncflow.identity import NEWEST, SampleKey, location_of, unit_at
 from asyncflow.queue.protocol.calls import LEASE_BITS
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.unit_calls import Cells
-from asyncflow.rpc.access import HELD_BY, place_of
+from asyncflow.rpc.access import HOLDER_SEPARATOR, place_of
 
 
 def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
@@ -222,7 +222,7 @@ class Lease(Struct, eq=False):
     @property
     def name(self) -> str:
         """The lease as clients name it: its id, and the process that holds it, which alone may use it."""
-        return f"{self.id:x}{HELD_BY}{holder}" if (holder := self.holder) else f"{self.id:x}"
+        return f"{self.id:x}{HOLDER_SEPARATOR}{holder}" if (holder := self.holder) else f"{self.id:x}"
 
 
 def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:

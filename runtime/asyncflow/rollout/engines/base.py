@@ -114,7 +114,7 @@ class Completion:
             loss_mask=np.append(self.chosen, np.zeros(count, np.bool_)),
         )
 
-    def unended(self) -> Completion:
+    def without_last(self) -> Completion:
         """Return the response without its last token, so that a continuation makes that token again."""
         return self if self.finish == "aborted" else self._first(len(self) - 1)
 
@@ -133,7 +133,7 @@ class Completion:
             loss_mask=None if self.loss_mask is None else self.loss_mask[:tokens],
         )
 
-    def followed_by(self, rest: Completion) -> Completion:
+    def extended_by(self, rest: Completion) -> Completion:
         """Return this response extended by ``rest``."""
         return Completion(
             ids=np.concatenate([self.ids, rest.ids]),

@@ -264,7 +264,7 @@ class SimulatedEngine(RolloutEngine):
             self._kept[request.name] = length
             if len(self._kept) > self.slots:
                 del self._kept[next(iter(self._kept))]
-        return request.continues.followed_by(self._invented(sequence, made, finish))
+        return request.continues.extended_by(self._invented(sequence, made, finish))
 
     def _admit(self) -> None:
         """Assign free slots to waiting sequences, in order."""
@@ -317,7 +317,7 @@ class SimulatedEngine(RolloutEngine):
         """Return the partial response of each running sequence."""
         now = self._clock.now()
         return {
-            each.request.name: each.request.continues.followed_by(
+            each.request.name: each.request.continues.extended_by(
                 self._invented(each, min(each.tokens(now), each.left - 1), "aborted")
             )
             for each in self._running

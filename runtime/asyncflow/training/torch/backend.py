@@ -123,7 +123,7 @@ class TorchBackend(TrainerBackend):
         self._copy_stream: torch.Stream | None = None
 
     @classmethod
-    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:
+    def separate_critic(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:
         """See the base class."""
         return TorchCritic(folder, settings)
 
@@ -178,7 +178,7 @@ class TorchBackend(TrainerBackend):
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
-    def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
+    def load_weights(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
         """See the base class; the optimizer state is not loaded."""
         read_saved(checkpoint, WEIGHTS_FILE, self._shards, group=self.group, ranks=self._ranks)
 

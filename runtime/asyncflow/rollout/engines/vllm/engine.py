@@ -162,7 +162,7 @@ class _Open:
         """Return the partial response with known versions; of one that has just ended, without its last token."""
         complete = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
         ids = self.ids[:complete][: self._certain]
-        return self.request.continues.followed_by(_completion_of(ids, self._content, self.marks, finish="aborted"))
+        return self.request.continues.extended_by(_completion_of(ids, self._content, self.marks, finish="aborted"))
 
     def completion(self, stops: StopTexts | None) -> Completion:
         """Return the response, cut after the token that completes a stop text.
@@ -181,7 +181,7 @@ class _Open:
             ends = (end for end in range(1, len(ids) + 1) if stops.met([*turn, *ids[:end]]))
             if (end := next(ends, None)) is not None:
                 ids, finish = ids[:end], "stop"
-        return begun.followed_by(_completion_of(ids, content, self.marks, finish=finish))
+        return begun.extended_by(_completion_of(ids, content, self.marks, finish=finish))
 
 
 class VllmEngine(RolloutEngine):

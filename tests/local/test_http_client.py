@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from asyncflow.api.status import DriverStatus
-from asyncflow.local import asking
-from asyncflow.local.asking import ask, ask_at, ask_live, fetch
+from asyncflow.local import http_client
+from asyncflow.local.http_client import ask, ask_at, ask_live, fetch
 
 ANSWERS = {
     "/v1/status": b"HTTP/1.0 200 OK\r\n\r\n" + DriverStatus(desired_rollouts=3).model_dump_json(by_alias=True).encode(),
@@ -40,14 +40,14 @@ def port() -> Iterator[int]:
 
 
 def test_an_answer_is_returned_where_it_is_one(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "MOST_BYTES", 99_999)
+    monkeypatch.setattr(http_client, "MOST_BYTES", 99_999)
     status = ask(port, DriverStatus)
     assert status is not None
     assert status.desired_rollouts == 3
     assert ask_live(f"http://127.0.0.1:{port}") is None, "it is no JSON"
     assert [fetch(f"http://127.0.0.1:{port}", path) for path in ("/refused", "/none", "/much", "/cut")] == [None] * 4
     assert fetch(f"http://127.0.0.1:{port}", "/whole") == b"{}"
-    monkeypatch.setattr(asking, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(http_client, "MOST_BYTES", 100_000)
     assert fetch(f"http://127.0.0.1:{port}", "/much") == bytes(100_000)
     monkeypatch.setitem(ANSWERS, "/v1/status", b'HTTP/1.0 200 OK\r\n\r\n{"phase": 3}')
     assert ask(port, DriverStatus) is None
