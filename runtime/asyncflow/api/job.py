@@ -34,7 +34,8 @@ _TASKS_CEL = (
 _ROW_CEL = (
     "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes"
     " + ((has(self.reference) ? 20 : 16) + (has(self.environment) ? 1 : 0)) * self.sampling.maxTokens"
-    f" + {MOST_DETAILS + 8} + {ENTRY_BYTES} * {_TASKS_CEL})"
+    f" + {MOST_DETAILS + 4} + 4 * (self.algorithm.credit == 'turn' && has(self.environment)"
+    f" ? self.environment.maxTurns : 1) + {ENTRY_BYTES} * {_TASKS_CEL})"
 )
 _EVAL_CEL = "(has(self.evaluation) ? self.evaluation.samples + (self.evaluation.greedy ? 1 : 0) : 0)"
 _PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {_EVAL_CEL}].max())].max()"
@@ -249,6 +250,7 @@ class RLJobSpec(Spec):
                 "sampling.max_tokens",
                 "algorithm.prompts_per_step",
                 "algorithm.group_size",
+                "algorithm.credit",
                 "evaluation",
                 "reference",
                 "tasks",
@@ -265,9 +267,10 @@ class RLJobSpec(Spec):
             why="the storage units cannot hold the samples of one checkpoint interval",
             fix="Set storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
             " + storageUnits * part, or reduce checkpoints.every. Here row = 4 maxPromptTokens + maxTaskBytes + 16"
-            f" maxTokens + {MOST_DETAILS + 8}, plus 4 maxTokens with a reference, maxTokens with an environment, and 8"
-            " for each entry that tasks write; ahead = 1 (quota, update sync), 2 (quota, delayed), otherwise"
-            " min(maxStaleness + 1, (1 + stalenessThreshold) * syncEvery); part = max(1Mi, row * samples of a prompt)",
+            f" maxTokens + {MOST_DETAILS + 8}, plus 4 maxTokens with a reference, maxTokens with an environment, 4 for"
+            " each further turn with credit: turn, and 8 for each entry that tasks write; ahead = 1 (quota, update"
+            " sync), 2 (quota, delayed), otherwise min(maxStaleness + 1, (1 + stalenessThreshold) * syncEvery); part ="
+            " max(1Mi, row * samples of a prompt)",
         ),
         Rule(
             reads=("elasticity.enabled", "rollout.min_replicas", "rollout.max_replicas", "rollout.replicas"),
