@@ -610,10 +610,11 @@ async def test_what_loaded_weights_made_is_delivered_once_they_are_proved_and_el
     monkeypatch.setattr(SimulatedEngine, "probe", probe)
     tensors = {"step": np.zeros(64, np.float32), **WeightProbe(np.arange(5, dtype=np.int32), logprobs).tensors}
     rollout = await world.rollout("r0", swap_at="token", token_s=0.02)
+    engine = rollout.worker._engine
     await world.publish(0, tensors)
     for step in (1, 2):
         await world.put([2 * step, 2 * step + 1], step=step, oldest=0, newest=9)
-        await until(lambda: rollout.instance.running == 8, "sequences")
+        await until(lambda: [*map(bool, map(len, engine.unfinished().values()))] == [True] * 8, "a token of each")
         await world.publish(step, tensors)
         if step == 1:
             rows, columns = await world.made(8)

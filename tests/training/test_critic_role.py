@@ -49,7 +49,7 @@ class Apart:
         """Start a critic, which takes the place of the one before."""
 
         def make() -> Any:
-            self.critic = kind.apart(settings, folder=self._model)
+            self.critic = kind.separate_critic(settings, folder=self._model)
             return self.critic
 
         service = CriticService(make, checkpoints=self.checkpoints)
@@ -240,5 +240,5 @@ def test_a_critic_that_sees_other_checkpoints_is_found_out(apart: Apart, tmp_pat
 
 
 def test_critics_are_those_of_the_back_end(tiny_folder: Path) -> None:
-    assert isinstance(TorchBackend.apart(moving(tiny_folder).settings, folder=tiny_folder), TorchCritic)
+    assert isinstance(TorchBackend.separate_critic(moving(tiny_folder).settings, folder=tiny_folder), TorchCritic)
     assert critic_of(moving(tiny_folder))
