@@ -185,7 +185,7 @@ def test_that_the_server_failed_is_not_said_to_be_a_refusal_and_comes_after_one(
     said = why(denied=[failed])
     assert said.reason == "ApiFailed"
     assert f"failed at Pod/demo-driver-0: {webhook}. It is retried; if it persists" in said.message
-    assert "must change" not in said.message
+    assert "Change the object" not in said.message
     refused = Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)
     assert why(denied=[failed, refused]).message.startswith("The API server refused Pod/demo-rollout-1")
 
