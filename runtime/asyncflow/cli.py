@@ -82,7 +82,7 @@ def app() -> None:
 @click.option("--fresh", is_flag=True, help="Start from scratch; a run in the folder is moved aside to FOLDER.N.")
 @_port
 def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
-    """Run a job, or serve a TransferQueue or the model of a WeightSync, on this machine."""
+    """Run a job, or serve a queue or a published model."""
     from asyncflow.api.load import kind_of
     from asyncflow.commands import publish as publishing
     from asyncflow.commands import run as command
@@ -122,7 +122,7 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most simulations.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int | None, **options: Any) -> None:
-    """Show the roles of a job and their tasks, or the best division of --devices."""
+    """Show the roles of a job, or the best division of --devices."""
     if devices is None:
         from asyncflow.commands import inspect
 
@@ -148,7 +148,7 @@ class _FileOrCommand(click.Group):
 
 @app.group(cls=_FileOrCommand)
 def sim() -> None:
-    """Simulate a job in virtual time: asyncflow sim FILE (options: asyncflow sim FILE --help)."""
+    """Simulate a job in virtual time: asyncflow sim FILE."""
 
 
 @sim.command(name="file", hidden=True)
@@ -186,7 +186,7 @@ def fit(directory: Path, output: Path | None) -> None:
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def audit(directory: Path) -> int:
-    """Account for every sample of a run; exit status 1 if one was lost or trained twice."""
+    """Account for every sample of a run. Exit status 1 if one was lost or trained twice."""
     from asyncflow.commands import inspect
 
     return inspect.audit(directory)
@@ -201,7 +201,7 @@ def audit(directory: Path) -> int:
 @click.option("--eval", "evaluation", is_flag=True, help="Show samples of an evaluation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
-    """Show samples of a run, finished or not: prompts, responses and rewards."""
+    """Show prompts, responses and rewards of a run."""
     from asyncflow.commands import samples as command
 
     command.samples(directory, purpose="eval" if evaluation else "train", **options)
@@ -211,7 +211,9 @@ def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
 @click.argument("target", metavar="DIR|ADDRESS")
 @click.option("--once", is_flag=True, help="Show the current state once, and exit.")
 def top(target: str, *, once: bool) -> None:
-    """Show an active run, on this machine or another, until it is over or q is pressed; print lines without a terminal.
+    """Show an active run, until it is over or q is pressed.
+
+    Without a terminal, print lines.
 
     ADDRESS is HOST:PORT of the driver's HTTP service.
     """
@@ -224,7 +226,9 @@ def top(target: str, *, once: bool) -> None:
 @click.argument("target", metavar="DIR|ADDRESS")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(target: str, *, as_json: bool) -> int:
-    """Show the problems of a run, finished or not, and their remedies; exit status 1 if there are any.
+    """Show the problems of a run and their remedies.
+
+    The run may be active, finished or killed. Exit status 1 if there are problems.
 
     ADDRESS is HOST:PORT of the driver's HTTP service.
     """
@@ -239,7 +243,7 @@ def doctor(target: str, *, as_json: bool) -> int:
 @click.option("--training", is_flag=True, help="Compute shares from the first prompt on, without the job's startup.")
 @click.option("--json", "as_json", is_flag=True, help="Print the shares as JSON, and write no files.")
 def timeline(directory: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
-    """Show how each process of a run, finished or not, spent its time, and draw its timeline."""
+    """Show how each process of a run spent its time. Draw a timeline of the run, finished or not."""
     from asyncflow.commands import timeline as command
 
     if as_json:
@@ -254,7 +258,7 @@ def timeline(directory: Path, *, output: Path | None, training: bool, as_json: b
 @click.option("--again/--list", default=True, help="Compute the step again, or only list its samples.")
 @click.option("--output", type=_DIRECTORY, help="Folder for the resulting checkpoint; by default it is not kept.")
 def replay(directory: Path, *, step: int, most: int, again: bool, output: Path | None) -> int:
-    """Compute a step of a run again and compare the results; exit status 1 if they differ."""
+    """Repeat a step of a run and compare the results. Exit status 1 if they differ."""
     from asyncflow.commands import replay as command
 
     if not again:
@@ -266,7 +270,7 @@ def replay(directory: Path, *, step: int, most: int, again: bool, output: Path |
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("sample", metavar="PROMPT/SAMPLE")
 def explain(directory: Path, sample: str) -> None:
-    """Show the history of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
+    """Show the history of one training sample. Example: asyncflow explain runs/NAME 17/3."""
     from asyncflow.commands import explain as command
 
     command.explain(directory, sample)
@@ -278,7 +282,7 @@ def explain(directory: Path, sample: str) -> None:
 @click.option("--export", "file", type=_DIRECTORY, help="Write the page and the run into this file instead.")
 @click.option("--without-texts", is_flag=True, help="Leave texts of samples out of the file.")
 def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> None:
-    """Show a run, finished or not, as a page in the browser, until Ctrl-C."""
+    """Show a run as a page in the browser, until Ctrl-C."""
     from asyncflow.commands import ui as command
 
     if file is None:
@@ -295,7 +299,7 @@ def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> No
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
 @click.option("--follow", is_flag=True, hidden=True, help="Write again at each line of standard input, until it ends.")
 def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
-    """Write the missing figures of a run to TensorBoard, W&B or MLflow."""
+    """Write the missing figures of a run to its sinks, such as W&B."""
     from asyncflow.process import die_with_parent
 
     die_with_parent()
@@ -315,7 +319,7 @@ def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) 
 def publish(
     model: str, watch: bool, name: str, port: int, output: Path | None, overrides: tuple[str, ...], fresh: bool
 ) -> int:
-    """Publish MODEL, a folder or a source as in a manifest, for followers, until Ctrl-C."""
+    """Publish a model for followers, until Ctrl-C. MODEL is a folder, or a source as in a manifest."""
     from asyncflow.commands import publish as command
 
     settings = [f"metadata.name={name}", f"source.model={model}", *(["source.watch=true"] if watch else [])]
@@ -331,7 +335,7 @@ def publish(
 )
 @click.option("--sync", type=_DIRECTORY, help="A WeightSync that sets how followers of the job update their weights.")
 def follow(directory: Path, http_port: int, serve_port: int, sync: Path | None) -> int:
-    """Serve the newest weights of a run, or of a publisher, with a separate engine, until Ctrl-C."""
+    """Serve the newest weights of a run or publisher. A separate engine loads them, until Ctrl-C."""
     from asyncflow.plugins import importing
 
     with importing():
@@ -344,7 +348,7 @@ def follow(directory: Path, http_port: int, serve_port: int, sync: Path | None) 
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("request", metavar="[ROLE=N]", required=False)
 def scale(directory: Path, request: str | None) -> None:
-    """Set the number of rollouts of a run on this machine: asyncflow scale runs/NAME rollout=4.
+    """Set the number of rollouts of a run. Example: asyncflow scale runs/NAME rollout=4.
 
     rollout=auto returns the choice to the built-in policy, or to the manifest. Without ROLE=N the number is only shown.
     """
@@ -369,7 +373,7 @@ def crds(check: bool, directory: Path) -> int:
     "--file", type=_DIRECTORY, default=Path("docs/reference/reference.md"), show_default=True, help="The file."
 )
 def reference(check: bool, file: Path) -> int:
-    """Write the reference documentation of every field of a manifest."""
+    """Write the reference of all fields of a manifest."""
     from asyncflow.commands import reference as command
 
     if not check:
@@ -522,7 +526,7 @@ def _inspection(command: Command) -> Command:
 @queue.command()
 @_inspection
 def ls(**options: Any) -> None:
-    """List the partitions of the queue at ADDRESS, e.g. tcp://127.0.0.1:5571."""
+    """List the partitions of a queue. ADDRESS is its address, such as tcp://127.0.0.1:5571."""
     from asyncflow.commands import queue as command
 
     command.ls(**options)
@@ -532,7 +536,7 @@ def ls(**options: Any) -> None:
 @_inspection
 @click.argument("unit", type=click.IntRange(min=0))
 def drain(**options: Any) -> None:
-    """Move the rows of a storage unit to the other units, and wait up to --timeout seconds until it has left."""
+    """Move the rows of a storage unit to the others. Wait up to --timeout seconds until it has left."""
     from asyncflow.commands import queue as command
 
     command.drain(**options)
@@ -542,7 +546,7 @@ def drain(**options: Any) -> None:
 @_inspection
 @click.argument("partition")
 def show(**options: Any) -> None:
-    """Show the progress of each task of a partition, and what it waits for."""
+    """Show the progress of each task, and what it waits for."""
     from asyncflow.commands import queue as command
 
     command.show(**options)

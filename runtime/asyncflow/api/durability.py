@@ -181,7 +181,7 @@ class ElasticitySpec(Spec):
     """The built-in policy that scales rollouts between minReplicas and maxReplicas."""
 
     enabled: bool = False
-    """Let the policy act. It stops acting if another field manager owns ``replicas``."""
+    """Apply the decisions of the policy. It stops if another field manager owns ``replicas``."""
     dry_run: bool = False
     """Only show in status what the policy would do."""
     target_trainer_wait_share: Annotated[float, Field(ge=0, le=1)] = 0.1

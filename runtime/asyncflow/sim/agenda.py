@@ -37,7 +37,7 @@ class Agenda:
         self.at(self.now + seconds, action, *arguments)
 
     def wake(self, process: Reactive) -> None:
-        """Let ``process`` react before time advances."""
+        """Schedule a reaction of ``process`` at the current time, before time advances."""
         self._woken[process] = None
 
     def run(self, *, over: Callable[[], bool]) -> bool:

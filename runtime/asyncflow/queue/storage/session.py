@@ -259,7 +259,7 @@ class UnitSession:
                 self.leaving.set()
 
     async def _call_replica(self, index: int) -> None:
-        """Let a replica decide about the puts under its leases; repeat each call until it answers.
+        """Request a replica's decisions about the puts under its leases; repeat each call until it answers.
 
         An error that the replica returns is its decision about each put of the call.
         """
