@@ -66,7 +66,7 @@ def seconds(intervals: Intervals) -> float:
 
 def at_work(timeline: Timeline, role: str, kinds: tuple[str, ...]) -> Intervals:
     """Return the times in which any process of ``role`` had a span of one of ``kinds``."""
-    spans = (span for track in timeline.tracks if track.role == role for span in (*track.main, *track.beside))
+    spans = (span for track in timeline.tracks if track.role == role for span in (*track.main, *track.background))
     return union((span.begin, span.end) for span in spans if span.kind in kinds)
 
 

@@ -40,7 +40,7 @@ def cost_s(folder: Path) -> tuple[float, float]:
             spans.enter("generate", step=step)
         middle = time.process_time()
         for step in range(_SPANS):
-            with spans.beside("fetch", step=step):
+            with spans.background("fetch", step=step):
                 pass
         ended = time.process_time()
         spans.close()
@@ -80,7 +80,7 @@ def main() -> int:
         costs = {}
         for path in sorted((run / FOLDER).glob(f"*{ENDING}")):
             if (read := read_recording(path)) is not None:
-                spent = len(read.track.main) * main_s + len(read.track.beside) * beside_s
+                spent = len(read.track.main) * main_s + len(read.track.background) * beside_s
                 costs[read.track.name] = costs.get(read.track.name, 0.0) + spent / len(steps)
         grown = growth_bytes(folder)
     most = max(costs, key=lambda name: costs[name])

@@ -88,7 +88,7 @@ def test_an_algorithm_refuses_what_would_make_it_another(example: str, overrides
 
 def test_an_algorithm_of_ones_own_says_how_many_samples_it_compares() -> None:
     class Medians(Grpo):
-        fewest = 5
+        min_samples = 5
 
     refused, fine = (load_job(EXAMPLES / "quickstart.yaml", [f"algorithm.groupSize={size}"]).spec for size in (4, 5))
     (problem,) = Medians().problems(refused)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 from torch.nn.functional import logsigmoid
 
-from asyncflow.algorithms.base import Algorithm, Everywhere, Group, StepSamples
+from asyncflow.algorithms.base import Algorithm, AllGather, Group, StepSamples
 from asyncflow.algorithms.cispo import Cispo
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.dapo import Dapo, DapoOptions
@@ -331,11 +331,11 @@ def decided(step: Step, algorithm: Algorithm[Any]) -> Chosen:
     return Chosen(indices, advantages)
 
 
-def together(ranks: int) -> list[Everywhere]:
+def together(ranks: int) -> list[AllGather]:
     """Collective gathers for threads that stand for ranks."""
     barrier, given = threading.Barrier(ranks, timeout=20), [np.zeros(0)] * ranks
 
-    def gather_of(rank: int) -> Everywhere:
+    def gather_of(rank: int) -> AllGather:
         def gather(array: np.ndarray) -> np.ndarray:
             given[rank] = array
             barrier.wait()
@@ -353,7 +353,7 @@ def credited(step: Step, loss: Loss, chosen: Chosen, shares: Sequence[Sequence[i
     normal = torch.from_numpy(step.reference).log_softmax(-1).numpy()
     found: dict[int, np.ndarray] = {}
 
-    def rank(own: Sequence[int], everywhere: Everywhere) -> None:
+    def rank(own: Sequence[int], all_gather: AllGather) -> None:
         lengths = [len(step.responses[i]) for i in own]
         costs = []
         for i in own:
@@ -368,12 +368,12 @@ def credited(step: Step, loss: Loss, chosen: Chosen, shares: Sequence[Sequence[i
             counted=np.concatenate([step.masks[i] for i in own]),
             penalty=np.concatenate(costs),
         )
-        credit = loss.algorithm.credit(samples, everywhere)
+        credit = loss.algorithm.credit(samples, all_gather)
         found.update(zip(own, np.split(credit, np.cumsum(lengths)[:-1]), strict=True))
 
     threads = [
-        threading.Thread(target=rank, args=(own, everywhere))
-        for own, everywhere in zip(shares, together(len(shares)), strict=True)
+        threading.Thread(target=rank, args=(own, all_gather))
+        for own, all_gather in zip(shares, together(len(shares)), strict=True)
     ]
     for thread in threads:
         thread.start()

@@ -17,7 +17,7 @@ def test_what_counts_has_mean_0_and_the_unbiased_deviation_1_and_the_rest_is_0(t
         np.array([value for value, _ in tokens], dtype=float),
         np.array([each for _, each in tokens], bool),
     )
-    found = whitened(values, counted, everywhere=np.copy)
+    found = whitened(values, counted, all_gather=np.copy)
     assert not found[~counted].any()
     if len(set(values[counted])) > 1:
         assert found[counted].mean() == pytest.approx(0, abs=1e-6)
@@ -32,7 +32,7 @@ def test_tokens_of_all_ranks_count_and_a_rank_without_any_takes_part() -> None:
 
     others = [np.array([[1.0, 6.0]]), np.array([[9.0]])]
     own = np.array([1.0, 2.0])
-    assert whitened(own, own > 0, everywhere=with_others) == pytest.approx((own - 3) / 7**0.5)
+    assert whitened(own, own > 0, all_gather=with_others) == pytest.approx((own - 3) / 7**0.5)
     others = [np.array([[3.0, 9.0]]), np.array([[14.0]])]
-    assert whitened(np.zeros(0), np.zeros(0, bool), everywhere=with_others).tolist() == []
+    assert whitened(np.zeros(0), np.zeros(0, bool), all_gather=with_others).tolist() == []
     assert others == []

@@ -23,7 +23,7 @@ def source(file: Path) -> PutSource:
 
 
 def questions(found: PutSource) -> list[Prompt]:
-    return [found.prompt(serial) for serial in range(found.there)]
+    return [found.prompt(serial) for serial in range(found.available)]
 
 
 @given(calls=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=12), cut=st.integers(0, 40))
@@ -34,7 +34,7 @@ def test_whatever_is_put_again_or_cut_off_each_prompt_has_its_serial(
     found, most = source(file), 0
     for first, count in calls:
         some = ALL[first : first + count]
-        if first > found.there:
+        if first > found.available:
             with pytest.raises(Refused, match="is not the next serial"):
                 found.put(some, first=first)
         else:
@@ -68,7 +68,7 @@ def test_a_full_disk_adds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space"):
             found.put(ALL[1:4], first=1)
-    assert found.there == 1
+    assert found.available == 1
     assert found.put(ALL[1:3], first=1) == 3
     assert questions(source(tmp_path / "prompts.jsonl")) == ALL[:3]
 

@@ -83,7 +83,7 @@ def dispatcher(puts: Puts, lengths: Sequence[int], *settings: str) -> Dispatcher
     sizes = [f"algorithm.promptsPerStep={PER_STEP}", f"algorithm.steps={STEPS}", "algorithm.warmupSteps=0"]
     spec = load_job(EXAMPLE, [*sizes, *settings]).spec
     source = SimpleNamespace(
-        prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None, there=None
+        prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None, available=None
     )
     letters = SimpleNamespace(encode=lambda text, **_: list(range(len(text))))
     assignment = PromptAssignment(prompts_per_step=PER_STEP, steps=STEPS)
@@ -229,8 +229,8 @@ def test_a_driver_that_puts_nothing_says_what_it_waits_for(
     said: list[str] = []
     made = dispatcher(Puts(), [3], *settings)
     made.flow = lambda: flow
-    made.prompts.prompter.source.there = there  # type: ignore[misc]
-    made.spans = SimpleNamespace(enter=lambda _, waits: said.append(waits), beside=lambda *_, **__: nullcontext())  # type: ignore[assignment]
+    made.prompts.prompter.source.available = there  # type: ignore[misc]
+    made.spans = SimpleNamespace(enter=lambda _, waits: said.append(waits), background=lambda *_, **__: nullcontext())  # type: ignore[assignment]
     run(made)
     assert said == waits
     assert made.lacks_prompts == (there is not None)
@@ -248,7 +248,7 @@ def test_prompts_that_are_put_are_checked_before_any_of_them_is_taken(tmp_path: 
         assert columns.take(PutPrompts(first=1, prompts=some[2:], check=True)) == 1, "nothing is put"
     with pytest.raises(ManifestError, match="prompt 2 has 17 tokens"):
         refuses.take(PutPrompts(first=1, prompts=[some[2], some[1]]))
-    assert source.there == 1
+    assert source.available == 1
     assert skips.take(PutPrompts(first=1, prompts=some[1:])) == 3, "one that is too long keeps its serial"
 
 
@@ -258,7 +258,7 @@ def test_a_group_that_is_early_goes_to_the_lowest_step_that_waits_and_may_have_i
         assignment.issue()
     alike = (0, 0, 1, 1, 1).__getitem__
     assert assignment.late(7, alike=alike) is None, "nothing is out yet"
-    assignment.out(range(8))
+    assignment.mark_put(range(8))
     assignment.finish(7)
     assert assignment.late(7, alike=alike) == (2, 3), "other versions begin D_1"
     assignment.exchange(7, 3)

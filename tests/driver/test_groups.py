@@ -587,7 +587,7 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
             await queue.open_step(partition=TRAIN, step=step, groups=1, group_size=SIZE, timeout=10)
             cells = {name: Jagged.from_rows([[1]] * SIZE, kind) for name, kind in INPUTS.items()}
             await queue.put(TRAIN, cells, group_size=SIZE, samples=Samples(serials=[step - 1], step=step), timeout=10)
-        assignment.out(range(3))
+        assignment.mark_put(range(3))
         rows = await claim_all(queue, partition=TRAIN, rows=3 * SIZE)
         work = asyncio.create_task(groups.run())
         await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)

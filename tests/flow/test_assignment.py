@@ -23,7 +23,7 @@ def test_a_filtered_group_is_replaced_in_its_own_step() -> None:
     assignment.exclude(0)
     assert assignment.issue() == (4, 1)
     assert assignment.issue() is None
-    assert not assignment.outruns(5), "every step has its prompts, so that none is wanted"
+    assert not assignment.waits_for_prompt(5), "every step has its prompts, so that none is wanted"
     assert assignment.dispatched == 4
 
 
@@ -140,7 +140,7 @@ def test_whatever_is_finished_first_fills_the_lowest_step_that_may_have_it(order
     """Steps up to ``apart`` are begun by other versions than those after it."""
     assignment = PromptAssignment(prompts_per_step=3, steps=4)
     step_of = dict(issue_all(assignment))
-    assignment.out(step_of)
+    assignment.mark_put(step_of)
     unfinished = set(step_of)
     for serial in order:
         assignment.finish(serial)

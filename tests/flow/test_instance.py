@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.flow.instance import Ask, Instance, Work
+from asyncflow.flow.instance import Claim, Instance, Work
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import NEWEST, Version
 
@@ -19,44 +19,44 @@ def work(name, step, *, newest=None, purpose="train"):
 
 def at(step, *, swap_at="quota", slots=4, **settings):
     instance = Instance(swap_at=swap_at, slots=slots, **settings)
-    instance.know(staged=Version(0, step), in_memory=[step], available=[step])
+    instance.update_versions(staged=Version(0, step), in_memory=[step], available=[step])
     assert instance.swap() == step
     instance.loaded(Version(0, step))
-    instance.know(staged=None, in_memory=[step], available=[step])
-    instance.parked("eval")
+    instance.update_versions(staged=None, in_memory=[step], available=[step])
+    instance.claim_was_empty("eval")
     return instance
 
 
 def begin(instance, *works):
-    assert instance.take(works) == []
+    assert instance.hold(works) == []
     instance.ready([w.id for w in works])
     return [w.id for w in instance.admit()]
 
 
 def stage(instance, step, *, attempt=0):
     memory = {instance.current.step, step}
-    instance.know(staged=Version(attempt, step), in_memory=memory, available=memory)
+    instance.update_versions(staged=Version(attempt, step), in_memory=memory, available=memory)
 
 
 def test_without_weights_it_claims_nothing_and_wants_the_newest():
     instance = Instance(swap_at="quota", slots=4)
-    assert instance.ask("train") is None
-    assert instance.ask("eval") is None
+    assert instance.next_claim("train") is None
+    assert instance.next_claim("eval") is None
     assert instance.swap() is None
-    assert instance.want([], required=[]) is None
-    assert instance.want([Version(0, 3), Version(0, 4)], required=[3]) == 4
+    assert instance.next_pull([], required=[]) is None
+    assert instance.next_pull([Version(0, 3), Version(0, 4)], required=[3]) == 4
 
 
 def test_quota_works_for_its_version_and_then_goes_where_a_claim_leads():
     instance = at(0, slots=6)
-    assert instance.ask("train") == Ask(0, (), 6)
+    assert instance.next_claim("train") == Claim(0, (), 6)
     assert begin(instance, work("a", 0), work("b", 0)) == ["a", "b"]
-    assert instance.ask("train") == Ask(0, (), 4)
+    assert instance.next_claim("train") == Claim(0, (), 4)
     stage(instance, 1)
-    assert instance.ask("train") == Ask(0, (1,), 4)
+    assert instance.next_claim("train") == Claim(0, (1,), 4)
     assert instance.swap() is None
     assert begin(instance, work("c", 1)) == []
-    assert instance.ask("train") is None
+    assert instance.next_claim("train") is None
     assert instance.swap() is None
     instance.release("a")
     instance.release("b")
@@ -67,36 +67,36 @@ def test_quota_works_for_its_version_and_then_goes_where_a_claim_leads():
 
 def test_quota_idle_takes_what_only_an_older_version_may_make():
     instance = at(5)
-    instance.know(staged=None, in_memory=[5], available=[3, 5])
-    assert instance.ask("train") == Ask(5, (3,), 4)
+    instance.update_versions(staged=None, in_memory=[5], available=[3, 5])
+    assert instance.next_claim("train") == Claim(5, (3,), 4)
     assert begin(instance, work("a", 5)) == ["a"]
-    assert instance.ask("train") == Ask(5, (), 3)
+    assert instance.next_claim("train") == Claim(5, (), 3)
     instance.release("a")
     assert begin(instance, work("old", 3)) == []
-    assert instance.want([Version(0, 3), Version(0, 5)], required=[3]) == 3
+    assert instance.next_pull([Version(0, 3), Version(0, 5)], required=[3]) == 3
     assert instance.swap() == 3
-    instance.know(staged=Version(0, 5), in_memory=[3, 5], available=[3, 5])
+    instance.update_versions(staged=Version(0, 5), in_memory=[3, 5], available=[3, 5])
     instance.loaded(Version(0, 3))
     assert [w.id for w in instance.admit()] == ["old"]
-    instance.parked("eval")
-    assert instance.ask("train") == Ask(3, (5,), 3)
+    instance.claim_was_empty("eval")
+    assert instance.next_claim("train") == Claim(3, (5,), 3)
     instance.release("old")
-    instance.know(staged=None, in_memory=[3], available=[3, 5])
-    assert instance.ask("train") == Ask(3, (5,), 4), "what it left can be had again"
+    instance.update_versions(staged=None, in_memory=[3], available=[3, 5])
+    assert instance.next_claim("train") == Claim(3, (5,), 4), "what it left can be had again"
 
 
 def test_quota_idle_loads_what_is_staged_and_goes_back_for_rows_that_need_an_older_version():
     instance = at(0)
-    instance.parked("train")
+    instance.claim_was_empty("train")
     assert instance.swap() is None
     stage(instance, 1)
-    assert instance.ask("train") == Ask(0, (1,), 4), "it claims until the swap"
+    assert instance.next_claim("train") == Claim(0, (1,), 4), "it claims until the swap"
     assert instance.swap() == 1
     instance.loaded(Version(0, 1))
-    instance.know(staged=None, in_memory=[0, 1], available=[0, 1])
-    assert instance.ask("train") == Ask(1, (), 4), "of an instance that still evaluates nothing is known yet"
-    instance.parked("eval")
-    assert instance.ask("train") == Ask(1, (0,), 4)
+    instance.update_versions(staged=None, in_memory=[0, 1], available=[0, 1])
+    assert instance.next_claim("train") == Claim(1, (), 4), "of an instance that still evaluates nothing is known yet"
+    instance.claim_was_empty("eval")
+    assert instance.next_claim("train") == Claim(1, (0,), 4)
     assert begin(instance, work("old", 0)) == []
     assert instance.swap() == 0
 
@@ -104,34 +104,34 @@ def test_quota_idle_loads_what_is_staged_and_goes_back_for_rows_that_need_an_old
 def test_quota_idle_does_not_go_to_and_fro_while_rows_of_the_older_version_come_one_by_one():
     instance = at(0)
     stage(instance, 1)
-    instance.parked("train")
+    instance.claim_was_empty("train")
     assert instance.swap() == 1
     instance.loaded(Version(0, 1))
-    instance.parked("eval")
+    instance.claim_was_empty("eval")
     assert begin(instance, work("first", 0)) == []
     assert instance.swap() == 0
     instance.loaded(Version(0, 0))
-    instance.parked("eval")
+    instance.claim_was_empty("eval")
     for name in ("first", "second"):
         assert [w.id for w in instance.admit()] == [name]
         instance.release(name)
-        instance.parked("train")
+        instance.claim_was_empty("train")
         assert instance.swap() is None
-        assert instance.ask("train") == Ask(0, (1,), 4)
-        instance.take([work("second", 0)])
+        assert instance.next_claim("train") == Claim(0, (1,), 4)
+        instance.hold([work("second", 0)])
         instance.ready(["second"])
     instance.release("second")
-    instance.know(staged=Version(0, 2), in_memory=[0, 1, 2], available=[0, 1, 2])
-    instance.parked("train")
+    instance.update_versions(staged=Version(0, 2), in_memory=[0, 1, 2], available=[0, 1, 2])
+    instance.claim_was_empty("train")
     assert instance.swap() == 2, "it has not been there yet"
 
 
 def test_sequence_stops_admitting_lets_run_out_and_swaps():
     instance = at(4, swap_at="sequence")
     assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
-    assert instance.ask("train") == Ask(4, (), 3)
+    assert instance.next_claim("train") == Claim(4, (), 3)
     stage(instance, 6)
-    assert instance.ask("train") is None
+    assert instance.next_claim("train") is None
     assert begin(instance, work("late", 3, newest=NEWEST)) == []
     assert instance.swap() is None
     instance.release("a")
@@ -145,21 +145,21 @@ def test_sequence_goes_on_from_a_restarted_trainer():
     stage(instance, 5, attempt=1)
     assert instance.swap() == 5
     instance.loaded(Version(1, 5))
-    assert instance.ask("train") == Ask(5, (), 4)
-    assert instance.take([work("gone", 2, newest=4)]) == [work("gone", 2, newest=4)]
+    assert instance.next_claim("train") == Claim(5, (), 4)
+    assert instance.hold([work("gone", 2, newest=4)]) == [work("gone", 2, newest=4)]
 
 
 def test_sequence_swaps_to_an_older_version_for_evaluation_only():
     instance = at(6, swap_at="sequence")
-    instance.know(staged=None, in_memory=[6], available=[5, 6])
+    instance.update_versions(staged=None, in_memory=[6], available=[5, 6])
     assert begin(instance, work("a", 4, newest=NEWEST)) == ["a"]
-    assert instance.ask("eval") == Ask(6, (5,), 1)
+    assert instance.next_claim("eval") == Claim(6, (5,), 1)
     assert begin(instance, work("e", 5, purpose="eval"), work("b", 4, newest=NEWEST)) == ["b"]
     assert instance.swap() is None
     instance.release("a")
     instance.release("b")
     assert instance.swap() == 5
-    instance.know(staged=Version(0, 6), in_memory=[5, 6], available=[5, 6])
+    instance.update_versions(staged=Version(0, 6), in_memory=[5, 6], available=[5, 6])
     instance.loaded(Version(0, 5))
     assert begin(instance, work("c", 4, newest=NEWEST)) == ["e"]
     instance.release("e")
@@ -170,15 +170,15 @@ def test_sequence_swaps_to_an_older_version_for_evaluation_only():
 
 def test_sequence_fetches_again_what_it_left_for_an_evaluation_and_no_longer_has():
     instance = at(6, swap_at="sequence")
-    instance.know(staged=None, in_memory=[6], available=[5, 6])
+    instance.update_versions(staged=None, in_memory=[6], available=[5, 6])
     begin(instance, work("e", 5, purpose="eval"))
     assert instance.swap() == 5
     instance.loaded(Version(0, 5))
-    instance.know(staged=None, in_memory=[5], available=[5])
+    instance.update_versions(staged=None, in_memory=[5], available=[5])
     assert [w.id for w in instance.admit()] == ["e"]
     assert begin(instance, work("a", 4, newest=NEWEST)) == [], "θ5 is older than what it had"
     instance.release("e")
-    assert instance.want([Version(0, 5), Version(0, 6)], required=[]) == 6
+    assert instance.next_pull([Version(0, 5), Version(0, 6)], required=[]) == 6
 
 
 def test_evaluation_takes_a_quarter_of_the_slots_from_training_and_none_beyond_them():
@@ -186,21 +186,21 @@ def test_evaluation_takes_a_quarter_of_the_slots_from_training_and_none_beyond_t
     begin(instance, work("t", 2, newest=NEWEST))
     rooms = []
     for name in ("e", "f"):
-        instance.take([work(name, 2, purpose="eval")])
-        rooms.append(instance.ask("eval"))
-    assert rooms == [Ask(2, (), 1), None]
+        instance.hold([work(name, 2, purpose="eval")])
+        rooms.append(instance.next_claim("eval"))
+    assert rooms == [Claim(2, (), 1), None]
     instance.release("e")
     instance.release("f")
     begin(instance, *(work(i, 2, newest=NEWEST) for i in range(7)))
-    assert instance.ask("eval") is None
+    assert instance.next_claim("eval") is None
 
 
 def test_token_carries_training_rows_over_to_a_newer_version():
     instance = at(4, swap_at="token")
     assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
     stage(instance, 6)
-    assert instance.ask("train") == Ask(4, (), 3), "nothing waits for the swap"
-    instance.take([work("fetched", 3, newest=NEWEST)])
+    assert instance.next_claim("train") == Claim(4, (), 3), "nothing waits for the swap"
+    instance.hold([work("fetched", 3, newest=NEWEST)])
     assert instance.swap() == 6
     instance.loaded(Version(0, 6))
     assert instance.running == 1
@@ -210,15 +210,15 @@ def test_token_carries_training_rows_over_to_a_newer_version():
 def test_token_asks_for_evaluation_before_a_swap_however_full_it_is():
     instance = at(4, swap_at="token")
     begin(instance, *(work(i, 3, newest=NEWEST) for i in range(4)))
-    assert instance.ask("train") is None
-    assert instance.ask("eval") is None
+    assert instance.next_claim("train") is None
+    assert instance.next_claim("eval") is None
     stage(instance, 6)
     instance.loaded(Version(0, 6))
     stage(instance, 7)
-    assert instance.ask("train") is None
-    assert instance.ask("eval") == Ask(6, (), 1)
+    assert instance.next_claim("train") is None
+    assert instance.next_claim("eval") == Claim(6, (), 1)
     assert instance.swap() is None
-    instance.parked("eval")
+    instance.claim_was_empty("eval")
     assert instance.swap() == 7
 
 
@@ -229,14 +229,14 @@ def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_permit(
     assert not instance.wants_permit
     stage(instance, 6)
     assert instance.wants_permit
-    assert instance.ask("train") == Ask(4, (), 3)
-    assert instance.ask("eval") == Ask(4, (), 1), "θ6 is not gone to for an evaluation either"
+    assert instance.next_claim("train") == Claim(4, (), 3)
+    assert instance.next_claim("eval") == Claim(4, (), 1), "θ6 is not gone to for an evaluation either"
     assert instance.swap() is None
     assert begin(instance, work("b", 3, newest=NEWEST)) == ["b"]
     instance.take_permit()
     assert not instance.wants_permit
     if swap_at == "sequence":
-        assert instance.ask("train") is None
+        assert instance.next_claim("train") is None
         instance.release("a")
         instance.release("b")
     assert instance.swap() == 6
@@ -248,7 +248,7 @@ def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_permit(
 def test_rows_that_were_claimed_before_the_trainer_began_again_are_given_back():
     instance = at(7, swap_at="token")
     stage(instance, 5, attempt=1)
-    instance.take([work("held", 6, newest=NEWEST)])
+    instance.hold([work("held", 6, newest=NEWEST)])
     assert instance.swap() is None, "it is begun first, as θ5 must not make it"
     instance.ready(["held"])
     assert [w.id for w in instance.admit()] == ["held"]
@@ -257,7 +257,7 @@ def test_rows_that_were_claimed_before_the_trainer_began_again_are_given_back():
     assert instance.swap() == 5
     instance.loaded(Version(1, 5))
     late = work("claimed meanwhile", 6, newest=NEWEST)
-    assert instance.take([late]) == [late]
+    assert instance.hold([late]) == [late]
 
 
 def test_token_carries_nothing_over_that_the_newer_version_must_not_make():
@@ -278,13 +278,13 @@ def test_token_lets_evaluation_end_under_its_version_and_goes_back_only_when_not
     assert begin(instance, work("e", 6, purpose="eval"), work("a", 5, newest=NEWEST)) == ["e", "a"]
     stage(instance, 7)
     assert instance.swap() is None
-    assert instance.ask("train") == Ask(6, (), 2)
+    assert instance.next_claim("train") == Claim(6, (), 2)
     instance.release("e")
-    instance.parked("eval")
+    instance.claim_was_empty("eval")
     assert instance.swap() == 7
     instance.loaded(Version(0, 7))
-    instance.know(staged=None, in_memory=[6, 7], available=[6, 7])
-    instance.take([work("late", 6, purpose="eval")])
+    instance.update_versions(staged=None, in_memory=[6, 7], available=[6, 7])
+    instance.hold([work("late", 6, purpose="eval")])
     instance.ready(["late"])
     assert instance.swap() is None
     instance.release("a")
@@ -297,21 +297,21 @@ def test_a_version_is_not_left_while_its_evaluation_has_rows(swap_at):
     begin(instance, work("t", 2, newest=NEWEST if swap_at == "sequence" else 2))
     assert begin(instance, work("e", 2, purpose="eval")) == ["e"]
     stage(instance, 3)
-    assert instance.ask("eval") == Ask(2, (), 1)
-    assert instance.ask("train") == (Ask(2, (), 6) if swap_at == "quota" else None)
+    assert instance.next_claim("eval") == Claim(2, (), 1)
+    assert instance.next_claim("train") == (Claim(2, (), 6) if swap_at == "quota" else None)
     instance.release("t")
     instance.release("e")
-    assert instance.ask("eval").rows == 8
+    assert instance.next_claim("eval").rows == 8
     assert instance.swap() is None
-    instance.parked("eval")
+    instance.claim_was_empty("eval")
     assert instance.swap() == (3 if swap_at == "sequence" else None)
-    assert instance.ask("train") == (Ask(2, (3,), 8) if swap_at == "quota" else None)
+    assert instance.next_claim("train") == (Claim(2, (3,), 8) if swap_at == "quota" else None)
 
 
 def test_rows_that_are_fetched_hold_up_the_swap_and_a_drain_ends_all():
     instance = at(0)
     stage(instance, 1)
-    instance.take([work("slow", 0), work("next", 1)])
+    instance.hold([work("slow", 0), work("next", 1)])
     instance.ready(["next"])
     assert instance.admit() == []
     assert instance.swap() is None
@@ -319,17 +319,17 @@ def test_rows_that_are_fetched_hold_up_the_swap_and_a_drain_ends_all():
     assert instance.swap() == 1
     instance.drain()
     assert instance.swap() is None
-    assert instance.ask("train") is None
-    assert instance.ask("eval") is None
+    assert instance.next_claim("train") is None
+    assert instance.next_claim("eval") is None
 
 
 def test_a_drain_claims_and_begins_nothing_however_much_there_is():
     instance = at(0)
-    instance.take([work("held", 0)])
+    instance.hold([work("held", 0)])
     instance.ready(["held"])
-    assert instance.ask("train") is not None
+    assert instance.next_claim("train") is not None
     instance.drain()
-    assert (instance.ask("train"), instance.ask("eval"), instance.admit()) == (None, None, [])
+    assert (instance.next_claim("train"), instance.next_claim("eval"), instance.admit()) == (None, None, [])
     assert instance.held == 1, "it is handed on"
 
 
@@ -345,9 +345,9 @@ def test_it_evaluates_while_nothing_else_runs():
 def test_it_wants_what_unfinished_steps_need_before_what_is_newest():
     versions = [Version(0, step) for step in range(3, 9)]
     instance = at(4)
-    assert instance.want(versions, required=[4, 6, 7]) == 6
-    assert instance.want(versions, required=[]) == 8
-    assert instance.want(versions[:2], required=[4]) is None
+    assert instance.next_pull(versions, required=[4, 6, 7]) == 6
+    assert instance.next_pull(versions, required=[]) == 8
+    assert instance.next_pull(versions[:2], required=[4]) is None
 
 
 def test_it_waits_for_weights_only_while_work_needs_others_and_nothing_runs():
@@ -355,21 +355,21 @@ def test_it_waits_for_weights_only_while_work_needs_others_and_nothing_runs():
     assert not instance.waits(None, required=[0])
     assert not instance.waits(1, required=[0]), "nothing unfinished needs θ1"
     assert not instance.waits(1, required=[0, 1]), "claims find work for θ0 as far as is known"
-    instance.parked("train")
+    instance.claim_was_empty("train")
     assert instance.waits(1, required=[0, 1])
     begin(instance, work("a", 0))
     assert not instance.waits(1, required=[0, 1])
     instance.release("a")
     assert not instance.waits(1, required=[0, 1]), "between two sequences of θ0"
     stage(instance, 1)
-    instance.parked("train")
+    instance.claim_was_empty("train")
     assert instance.waits(1, required=[1]), "here and not loaded is waited for as well"
     assert begin(instance, work("b", 1)) == []
     assert instance.waits(None, required=[])
     instance.loaded(Version(0, 1))
     assert not instance.waits(None, required=[1])
     instance = at(0, swap_at="sequence")
-    instance.parked("train")
+    instance.claim_was_empty("train")
     assert instance.waits(1, required=[])
 
 
@@ -398,35 +398,35 @@ class World:
     def tell(self):
         current = self.instance.current
         staged = max((v for v in self.memory if current is None or v > current), default=None)
-        steps = {v.step for v in self.memory}
-        self.instance.know(staged=staged, in_memory=steps, available=steps | {v.step for v in self.published})
+        steps, published = {v.step for v in self.memory}, {v.step for v in self.published}
+        self.instance.update_versions(staged=staged, in_memory=steps, available=steps | published)
 
     def publish(self):
         self.published.append(Version(0, len(self.published)))
 
     def pull(self):
         required = {w.window.oldest for w in self.rows if w.window.oldest == w.window.newest}
-        step = self.instance.want(self.published, required=required)
+        step = self.instance.next_pull(self.published, required=required)
         if step is not None:
             self.memory.add(self.published[step])
 
     def claim(self, purpose):
-        ask = self.instance.ask(purpose)
-        if ask is None:
+        wanted = self.instance.next_claim(purpose)
+        if wanted is None:
             return False
-        assert 0 < ask.rows <= self.slots + 2
-        for steps in ([ask.version], ask.accept):
+        assert 0 < wanted.rows <= self.slots + 2
+        for steps in ([wanted.version], wanted.accept):
             fit = [
                 w
                 for w in self.rows
                 if w.purpose == purpose and any(w.window.oldest <= s <= w.window.newest for s in steps)
-            ][: ask.rows]
+            ][: wanted.rows]
             if fit:
                 self.rows = [w for w in self.rows if w not in fit]
-                assert self.instance.take(fit) == []
+                assert self.instance.hold(fit) == []
                 self.instance.ready([w.id for w in fit])
                 return True
-        self.instance.parked(purpose)
+        self.instance.claim_was_empty(purpose)
         return False
 
     def admit(self):

@@ -69,7 +69,7 @@ def test_who_asks_again_is_told_the_same_and_who_is_gone_keeps_nobody_waiting() 
     permits.withdraw("r2")
     permits.end("r1", now=1.4)
     assert permits.grant(little, now=1.5) == []
-    assert permits.out == frozenset()
+    assert permits.granted == frozenset()
 
 
 def test_a_permit_whose_end_was_not_heard_is_over_when_its_holder_asks_with_other_weights() -> None:
@@ -77,13 +77,13 @@ def test_a_permit_whose_end_was_not_heard_is_over_when_its_holder_asks_with_othe
     permits = asked(1, *[2] * 7)
     assert permits.grant(nobody_to_spare, now=1.0) == ["r0", "r1"]
     permits.ask("r0", version=3, now=1000.0)
-    assert permits.out == {"r1"}
+    assert permits.granted == {"r1"}
     permits.end("r1", now=2.0)
     assert permits.grant(nobody_to_spare, now=1000.0) == ["r2", "r3"], "it waits as the others do"
     for name in ("r2", "r3", "r4", "r5", "r6", "r7"):
         permits.end(name, now=1001.0)
         permits.grant(nobody_to_spare, now=1000.0)
-    assert permits.out == {"r0"}
+    assert permits.granted == {"r0"}
     permits.end("r0", now=1001.0)
     for index in range(8):
         permits.ask(f"r{index}", version=4, now=1002.0)
@@ -256,10 +256,10 @@ def test_a_fleet_is_never_out_as_a_whole_however_long_permits_are_held(events, s
         else:
             permits.leave(name)
             known.discard(name)
-        out = permits.out
+        out = permits.granted
         granted = permits.grant(FollowerFleet(size=len(known), stagger=stagger), now=now)
-        assert permits.out == out or len(permits.out) <= max(1, len(known) - 1)
-        assert set(granted) <= permits.out <= known
+        assert permits.granted == out or len(permits.granted) <= max(1, len(known) - 1)
+        assert set(granted) <= permits.granted <= known
 
 
 def test_of_a_fleet_a_quarter_changes_at_once_unless_it_is_said_otherwise() -> None:

@@ -27,8 +27,8 @@ def tracks(draw: st.DrawFn, role: str, index: int) -> Track:
         Span(kind=kind, begin=begin, end=end, version=place % 3, waits=WAITS[place % 3] if kind == "idle" else "")
         for place, (kind, (begin, end)) in enumerate(zip(kinds, pairwise(times), strict=True))
     ]
-    beside = [Span(kind="receive", begin=begin, end=begin + 1.0) for begin in times[::4]]
-    return Track(role=role, index=index, attempt=0, main=main, beside=beside)
+    background = [Span(kind="receive", begin=begin, end=begin + 1.0) for begin in times[::4]]
+    return Track(role=role, index=index, attempt=0, main=main, background=background)
 
 
 @st.composite
@@ -113,4 +113,4 @@ def _until(track: Track, end: float) -> Track:
         for s in track.main
         if s.begin < end
     ]
-    return Track(role=track.role, index=track.index, attempt=0, main=main, beside=track.beside)
+    return Track(role=track.role, index=track.index, attempt=0, main=main, background=track.background)

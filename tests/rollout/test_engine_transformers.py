@@ -228,7 +228,7 @@ async def test_a_group_is_prefilled_once_and_that_is_recorded(tiny, tmp_path):
     stats = engine.stats()
     await engine.close()
     assert stats.prefilled == 2
-    assert [span.kind for span in read_recording(tmp_path / "rollout.spans").track.beside] == ["prefill"] * 2
+    assert [span.kind for span in read_recording(tmp_path / "rollout.spans").track.background] == ["prefill"] * 2
     assert stats.running == stats.waiting == 0
     assert stats.tokens["train"] > 0
     assert stats.busy_s > 0

@@ -190,7 +190,7 @@ async def test_prompts_are_on_record_when_they_are_read_and_again_after_a_swap_n
 ):
     async def read(*, after: float) -> list[Span]:
         async with asyncio.timeout(30):
-            while not (found := read_recording(tmp_path / "rollout.spans").track.beside) or found[-1].begin < after:
+            while not (found := read_recording(tmp_path / "rollout.spans").track.background) or found[-1].begin < after:
                 await asyncio.sleep(0.05)
         assert {span.kind for span in found} == {"prefill"}
         return list(found)

@@ -182,7 +182,7 @@ async def test_what_an_earlier_holder_left_is_gone_on_behind_or_made_again(table
     begun, fresh, judged = await table.take(
         leased(1, there=RESPONSE), leased(2), leased(3, there=(*RESPONSE, "reward"))
     )
-    assert [job.begun.ids.tolist() for job in (begun, fresh, judged)] == [[10, 5, 6] if there else [], [], []]
+    assert [job.partial.ids.tolist() for job in (begun, fresh, judged)] == [[10, 5, 6] if there else [], [], []]
     assert [rows for rows, names in table.queue.fetched if names == RESPONSE] == ([[10]] if there else [])
     assert {work.id for work in table.instance.admit()} == {begun, fresh, judged}
 

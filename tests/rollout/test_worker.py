@@ -300,15 +300,15 @@ async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world)
 def test_what_was_begun_is_continued_where_versions_and_length_allow(mixes, versions, max_tokens, continued):
     settings = RolloutSettings(temperature=1.0, max_tokens=max_tokens, stop_ids=(), seed=0, mixes=mixes)
     job = leased(purpose="train", there=RESPONSE)
-    assert job.was_begun
-    assert not leased(purpose="train", there=(*RESPONSE, "reward")).was_begun, "it was finished"
-    job.begun = beginning(2, versions)
-    assert job.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if continued else 0)
-    assert job.request(settings, loaded=Version(0, 3), continues=False).begun == 0
+    assert job.has_partial
+    assert not leased(purpose="train", there=(*RESPONSE, "reward")).has_partial, "it was finished"
+    job.partial = beginning(2, versions)
+    assert job.request(settings, loaded=Version(0, 3), continues=True).prior_tokens == (2 if continued else 0)
+    assert job.request(settings, loaded=Version(0, 3), continues=False).prior_tokens == 0
     judged = leased(purpose="eval", there=RESPONSE)
-    judged.begun = job.begun
+    judged.partial = job.partial
     same = set(versions) == {3} and max_tokens > 2
-    assert judged.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if same else 0)
+    assert judged.request(settings, loaded=Version(0, 3), continues=True).prior_tokens == (2 if same else 0)
 
 
 def beginning(tokens, versions=()):

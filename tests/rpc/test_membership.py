@@ -104,7 +104,7 @@ class Subscriber:
     def holds(self) -> tuple[int, ...]:
         return self.held
 
-    def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
+    def receive(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
         self.told += [] if broadcast is None else [msgspec.msgpack.decode(broadcast)]
         self.unknown += unknown
 

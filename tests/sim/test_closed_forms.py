@@ -119,7 +119,7 @@ def test_the_last_evaluation_is_after_the_last_step() -> None:
     made = simulate(scenario("periodic", engine=ENGINE, trainer=TRAINER, evaluation=load), seed=1)
     assert made.timeline is not None
     driver = next(track for track in made.timeline.tracks if track.role == "driver")
-    assert [span.step for span in driver.beside if span.kind == "evaluation"] == [0, 3, 6]
+    assert [span.step for span in driver.background if span.kind == "evaluation"] == [0, 3, 6]
     assert made.ended > made.timeline.end
 
 

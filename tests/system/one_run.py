@@ -100,7 +100,8 @@ def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, with
     deadline = time.monotonic() + within_s
     metrics = folder / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert run.poll() is None, "the run ended too early"
+        if run.poll() is not None:
+            pytest.fail(f"the run ended before step {step}:\n{run.communicate()[0].decode()}")
         assert time.monotonic() < deadline, f"step {step} did not come within {within_s} s"
         time.sleep(0.05)
 
@@ -143,12 +144,12 @@ def all_that_was_done_is_recorded(timeline: Timeline, *, server_killed_in: Conta
         made_by = {span.version for span in track.main if span.kind in {"generate", "evaluation"}}
         assert kinds(track.main) >= {"starting", "idle"} | ({"swap"} if made_by - {0} else set()), track.name
         done = {"receive", "fetch", "reward"} | (set() if track.attempt in server_killed_in else {"prefill"})
-        assert kinds(track.beside) >= done, (track.name, done - kinds(track.beside))
-        assert all(track.begin < span.begin < span.end < track.end for span in track.beside), track.name
+        assert kinds(track.background) >= done, (track.name, done - kinds(track.background))
+        assert all(track.begin < span.begin < span.end < track.end for span in track.background), track.name
     assert any("swap" in kinds(track.main) for track in generating), "another may have had all rows of later versions"
     for track in training:
         assert kinds(track.main) >= {"starting", "forward", "backward", "publish", "checkpoint", "idle"}, track.name
-        assert kinds(track.beside) >= {"claim", "fetch", "publish", "checkpoint"}, track.name
+        assert kinds(track.background) >= {"claim", "fetch", "publish", "checkpoint"}, track.name
 
 
 def kinds(spans: Sequence[Span]) -> set[Kind]:

@@ -115,7 +115,7 @@ def test_an_engine_that_follows_has_the_newest_weights(
     for role, done in {"publisher": {"publish"}, "follower": {"receive", "stage", "swap"}}.items():
         recording = read_recording(next(tmp_path.rglob(f"{role}-0-0.spans")))
         assert recording is not None
-        assert {span.kind for span in recording.track.beside} >= done
+        assert {span.kind for span in recording.track.background} >= done
     published[1].terminate()
     assert published[1].wait(30) == 128 + 15
     assert followed[1].poll() is None, "it goes on to serve the last version"

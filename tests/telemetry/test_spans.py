@@ -124,19 +124,21 @@ def test_one_state_of_two_is_always_whole(tmp_path):
 def test_what_runs_beside_is_one_span_of_a_kind_and_is_there_after_a_kill(tmp_path):
     path, ticks = tmp_path / "a.spans", Ticks()
     spans = played(path, [("generate", "", 4, 1.0)], ticks=ticks)
-    with spans.beside("reward", step=4):
+    with spans.background("reward", step=4):
         ticks.now += 1
-        with spans.beside("reward", step=5):
+        with spans.background("reward", step=5):
             ticks.now += 2
         ticks.now += 3
     spans.note("receive", begin=ticks.now - 4, end=ticks.now - 3, version=7)
-    with spans.beside("checkpoint"):
+    with spans.background("checkpoint"):
         ticks.now += 5
         spans.pulse()
         read = read_recording(path)
     assert read is not None
-    beside = {span.kind: (span.begin - 1e9, span.end - 1e9, span.step, span.version) for span in read.track.beside}
-    assert beside == {"reward": (1, 7, 4, -1), "receive": (3, 4, -1, 7), "checkpoint": (7, 12, -1, -1)}
+    background = {
+        span.kind: (span.begin - 1e9, span.end - 1e9, span.step, span.version) for span in read.track.background
+    }
+    assert background == {"reward": (1, 7, 4, -1), "receive": (3, 4, -1, 7), "checkpoint": (7, 12, -1, -1)}
 
 
 def test_a_section_goes_on_afterwards_with_what_was_before(tmp_path):
@@ -212,7 +214,7 @@ def test_a_full_disk_makes_the_ring_smaller_and_a_failing_one_ends_it(tmp_path, 
 
 def test_a_recorder_without_a_file_records_nothing():
     NO_SPANS.enter("generate")
-    with NO_SPANS.main("swap"), NO_SPANS.beside("fetch"):
+    with NO_SPANS.main("swap"), NO_SPANS.background("fetch"):
         NO_SPANS.pulse()
     NO_SPANS.note("receive", begin=0, end=1)
     NO_SPANS.close()

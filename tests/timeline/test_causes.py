@@ -12,7 +12,7 @@ from asyncflow.timeline.tracks import KINDS, WAITS, Span, Timeline, Track
 
 
 def track_of(
-    name: str, *spans: tuple[object, ...], attempt: int = 0, beside: tuple[tuple[object, ...], ...] = ()
+    name: str, *spans: tuple[object, ...], attempt: int = 0, background: tuple[tuple[object, ...], ...] = ()
 ) -> Track:
     """Return a track: ``ROLE-INDEX``, and its spans (kind or ``idle: WAITS``, begin, end[, step])."""
     role, _, index = name.rpartition("-")
@@ -26,7 +26,7 @@ def track_of(
         index=int(index),
         attempt=attempt,
         main=[made(*span) for span in spans],
-        beside=[made(*span) for span in beside],
+        background=[made(*span) for span in background],
     )
 
 
@@ -41,9 +41,9 @@ def why(*tracks: Track, of: str) -> list[tuple[float, float, str, str]]:
 
 def test_a_trainer_is_starved_then_waits_for_the_tail_then_for_rewards_then_for_the_bytes():
     found = why(
-        track_of("trainer-0", ("idle: claim", 0, 40, 1), ("compute", 40, 50, 1), beside=(("fetch", 38, 40),)),
+        track_of("trainer-0", ("idle: claim", 0, 40, 1), ("compute", 40, 50, 1), background=(("fetch", 38, 40),)),
         track_of("rollout-0", ("generate", 0, 30, 1), ("idle: reward", 30, 35), ("idle: claim", 35, 50)),
-        track_of("rollout-1", ("generate", 0, 20, 1), ("idle: claim", 20, 50), beside=(("reward", 19, 21),)),
+        track_of("rollout-1", ("generate", 0, 20, 1), ("idle: claim", 20, 50), background=(("reward", 19, 21),)),
         track_of("rollout-2", ("generate", 0, 10, 1), ("idle: claim", 10, 50)),
         of="trainer-0",
     )
@@ -57,7 +57,7 @@ def test_a_trainer_is_starved_then_waits_for_the_tail_then_for_rewards_then_for_
 
 def test_a_rollout_without_prompts_waits_for_the_others_last_ones_or_for_the_trainer():
     tracks = (
-        track_of("trainer-0", ("idle: claim", 0, 20, 1), ("compute", 20, 50, 1), beside=(("publish", 50, 55),)),
+        track_of("trainer-0", ("idle: claim", 0, 20, 1), ("compute", 20, 50, 1), background=(("publish", 50, 55),)),
         track_of("rollout-0", ("generate", 0, 10, 1), ("idle: claim", 10, 60)),
         track_of("rollout-1", ("generate", 0, 20, 1), ("generate", 20, 30, 2), ("idle: claim", 30, 60)),
     )
@@ -103,7 +103,7 @@ def test_what_is_not_there_keeps_others_waiting():
         (5, 6, "sync", "rollout"),
         (6, 20, "data plane", ""),
     ]
-    due = track_of("driver-0", ("idle: admission", 0, 20), beside=(("evaluation", 0, 20),))
+    due = track_of("driver-0", ("idle: admission", 0, 20), background=(("evaluation", 0, 20),))
     assert why(rollout, trainer, due, of="trainer-0")[::2] == [
         (0, 5, "starting", "rollout-0"),
         (6, 20, "evaluation", ""),
@@ -129,7 +129,7 @@ def test_evaluations_and_other_tasks_keep_the_trainer_waiting():
             "rollout-0", ("evaluation", 0, 10), ("generate", 10, 15, 1), ("idle: claim", 15, 30), ("evaluation", 30, 35)
         ),
         track_of("reference-0", ("idle: claim", 0, 15), ("compute", 15, 30), ("idle: claim", 30, 40)),
-        track_of("driver-0", ("idle: calls", 0, 40), beside=(("evaluation", 28, 38),)),
+        track_of("driver-0", ("idle: calls", 0, 40), background=(("evaluation", 28, 38),)),
         of="trainer-0",
     ) == [
         (0, 10, "evaluation", ""),
@@ -154,10 +154,10 @@ def test_a_rank_without_samples_is_not_held_back_by_another_one_that_trains():
 @pytest.mark.parametrize(
     ("rollout", "cause"),
     [
-        (track_of("rollout-0", ("idle: claim", 0, 10), beside=(("receive", 0, 10),)), "sync"),
+        (track_of("rollout-0", ("idle: claim", 0, 10), background=(("receive", 0, 10),)), "sync"),
         (track_of("rollout-0", ("idle: weights", 0, 10)), "sync"),
-        (track_of("rollout-0", ("idle: fetch", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
-        (track_of("rollout-0", ("idle: delivery", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
+        (track_of("rollout-0", ("idle: fetch", 0, 10), background=(("receive", 0, 10),)), "data plane"),
+        (track_of("rollout-0", ("idle: delivery", 0, 10), background=(("receive", 0, 10),)), "data plane"),
     ],
 )
 def test_a_trainer_waits_for_bytes_of_samples_before_it_waits_for_those_of_weights(rollout, cause):
@@ -189,8 +189,8 @@ def timelines(draw):
         main = [(draw(WORDS), begin, end, draw(st.integers(-1, 3))) for begin, end in pairwise(times)]
         kinds = st.sampled_from(["fetch", "publish", "reward", "receive", "evaluation"])
         ends = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted)
-        beside = tuple((draw(kinds), *draw(ends)) for _ in range(draw(st.integers(0, 2))))
-        tracks.append(track_of(name, *main, beside=beside))
+        background = tuple((draw(kinds), *draw(ends)) for _ in range(draw(st.integers(0, 2))))
+        tracks.append(track_of(name, *main, background=background))
     return Timeline(tracks=tracks, begin=draw(st.integers(0, 10)), end=draw(st.integers(20, 40)))
 
 

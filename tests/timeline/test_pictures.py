@@ -12,8 +12,8 @@ from asyncflow.timeline.tracks import Mark, Span, Timeline, Track
 
 
 def timeline() -> Timeline:
-    def track(role: str, *main: Span, beside: tuple[Span, ...] = (), attempt: int = 0) -> Track:
-        return Track(role=role, index=0, attempt=attempt, main=main, beside=beside)
+    def track(role: str, *main: Span, background: tuple[Span, ...] = (), attempt: int = 0) -> Track:
+        return Track(role=role, index=0, attempt=attempt, main=main, background=background)
 
     made = Timeline(
         tracks=[
@@ -22,7 +22,7 @@ def timeline() -> Timeline:
                 "rollout",
                 Span(kind="generate", begin=1001, end=1005, step=1, version=0),
                 Span(kind="idle", waits="lost", begin=1005, end=1007),
-                beside=(
+                background=(
                     Span(kind="reward", begin=1002, end=1004),
                     Span(kind="receive", begin=1003, end=1004.5, version=1),
                 ),

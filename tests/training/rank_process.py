@@ -116,7 +116,7 @@ def shards(group: HostProcessGroup) -> dict[str, Any]:
     keep("after 3")
     older = {name: copy_of(given) for name, given in backend.tensors()}
     found["probe"] = backend.probe().logprobs
-    rounded = backend.whole(dict(backend.tensors(dtype="bfloat16")))
+    rounded = backend.full_tensors(dict(backend.tensors(dtype="bfloat16")))
     found |= {f"rounded/{name}": array.copy() for name, array in rounded}
     train_share(backend, 4, 5)
     keep("straight")
@@ -184,7 +184,7 @@ def full_disk(group: HostProcessGroup) -> dict[str, Any]:
     def carry(_folder: Path) -> None:
         nonlocal asked
         asked += 1
-        assert dict(backend.whole(dict(backend.tensors())))
+        assert dict(backend.full_tensors(dict(backend.tensors())))
 
     found: dict[str, Any] = {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -124,7 +124,7 @@ def run(
 
 
 def whole(backend: TorchBackend, what: str) -> Found:
-    return {f"{what}/{name}": array.copy() for name, array in backend.whole(dict(backend.tensors()))}
+    return {f"{what}/{name}": array.copy() for name, array in backend.full_tensors(dict(backend.tensors()))}
 
 
 def watched_experts(model: nn.Module) -> Callable[[], Found]:

@@ -218,7 +218,7 @@ def adapter_steps(folder: Path, group: ProcessGroup, own: Sequence[int]) -> dict
                 backend.update(step)
             backend.micro_batch(part(batch, [i for i in half if i in own]), version=None)
         backend.finish_step(step)
-    made = {name: array.copy() for name, array in backend.whole(dict(backend.tensors()))}
+    made = {name: array.copy() for name, array in backend.full_tensors(dict(backend.tensors()))}
     backend.close()
     return made
 

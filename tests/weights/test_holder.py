@@ -113,13 +113,13 @@ class Holding:
         )
         self.calls = self.membership.driver.calls
 
-    def hear(self, *available: Manifest, releasable: Collection[Version] = (), unknown: Collection[Version] = ()):
+    def receive(self, *available: Manifest, releasable: Collection[Version] = (), unknown: Collection[Version] = ()):
         known = (VersionView(version=m.version, digest=m.digest, available=True, nbytes=1) for m in available)
         view = CatalogueView(
             required=(), releasable=tuple(version.packed for version in releasable), versions=tuple(known)
         )
         told = msgspec.Raw(msgspec.msgpack.encode(view))
-        self.holder.hear(told, tuple(version.packed for version in unknown))
+        self.holder.receive(told, tuple(version.packed for version in unknown))
 
     def says(self) -> list[Version]:
         return [Version.unpack(packed) for packed in self.holder.holds()]
@@ -187,12 +187,12 @@ async def test_of_a_version_on_its_way_the_manifest_is_served_and_what_has_come(
 async def test_a_request_waits_for_a_version_that_is_not_heard_of_yet_and_for_its_manifest(holding):
     copy, manifest = copy_of(V2)
     early = asyncio.create_task(holding.transport.until(V2, region("w")))
-    holding.hear(copy_of(V1)[1])
+    holding.receive(copy_of(V1)[1])
     await holding.rest()
     assert not early.done(), "θ2 is newer than all that was heard of"
     await asyncio.wait_for(holding.transport.until(V1, region("w")), SOON)
     holding.holder.arriving[V2] = None
-    holding.hear(manifest)
+    holding.receive(manifest)
     await holding.rest()
     assert not early.done(), "θ2 is on its way, and nothing is known of it"
     arriving = holding.holder.arriving[V2] = Arriving(manifest)
@@ -208,7 +208,7 @@ async def test_what_is_releasable_is_dropped_once_it_is_not_in_use(holding):
         holding.holder.add(version, copy_of(version)[0])
     holding.used = {V2}
     before = holding.membership.nudges
-    holding.hear(releasable=[V0, V1, V2])
+    holding.receive(releasable=[V0, V1, V2])
     await holding.until(lambda: holding.says() == [V2, V3])
     assert holding.membership.nudges > before, "the catalogue hears of the drop at once"
     holding.used = ()
@@ -226,7 +226,7 @@ async def test_what_the_catalogue_cannot_believe_is_told_with_its_manifest_where
     holding.membership.driver.answers["weights.held"] = lambda told: (
         answer if told.manifest is None else VersionsHeldReply(known=True)
     )
-    holding.hear(unknown=[V0, V1])
+    holding.receive(unknown=[V0, V1])
     await holding.until(lambda: len(holding.calls) == 1 + wanted)
     await holding.rest()
     told = VersionsHeld(worker="rollout-0-a", address="tcp://holder", version=V1.packed, node="n")
@@ -249,10 +249,10 @@ async def test_what_is_not_wanted_is_told_of_again_to_a_catalogue_that_has_chang
     holding.used = {V1}
     holding.holder.add(V1, copy)
     holding.membership.driver.answers["weights.held"] = Refused("not now")
-    holding.hear(unknown=[V1])
+    holding.receive(unknown=[V1])
     await holding.until(lambda: holding.says() == [])
     assert V1 in holding.holder.copies, "it is in use"
-    holding.hear(manifest)
+    holding.receive(manifest)
     assert holding.says() == [V1]
 
 
@@ -260,7 +260,7 @@ async def test_it_is_told_again_until_the_driver_answers(holding):
     answers = iter([PeerLost("away"), PeerLost("away"), VersionsHeldReply(known=True)])
     holding.membership.driver.answers["weights.held"] = lambda _: next(answers)
     holding.holder.add(V1, copy_of(V1)[0])
-    holding.hear(unknown=[V1])
+    holding.receive(unknown=[V1])
     await holding.until(lambda: len(holding.calls) == 3)
     await holding.rest()
     assert len(holding.calls) == 3
@@ -270,7 +270,7 @@ async def test_a_part_of_the_boxes_is_told_as_such(holding):
     copied = copy_aside(V1, {"w": np.zeros(2, np.float32)})
     copied.arena.boxes = half = {"w": Box((0,), (2,))}
     holding.holder.add(V1, Copy(arena=copied.arena, origin=copy_of(V1)[1]))
-    holding.hear(unknown=[V1])
+    holding.receive(unknown=[V1])
     await holding.until(lambda: len(holding.calls) == 1)
     assert holding.calls[0][1].regions == half
 
@@ -291,12 +291,12 @@ async def test_a_publication_that_is_refused_changes_nothing_and_one_that_is_not
     assert holding.says() == [V1, V2]
     driver.answers["weights.publish"] = Published(complete=False)
     driver.calls.clear()
-    holding.hear(copy_of(V1)[1], unknown=[V2])
+    holding.receive(copy_of(V1)[1], unknown=[V2])
     await holding.until(lambda: driver.calls == [("weights.publish", part_of(V2)[1])])
     await holding.rest()
     assert holding.says() == [V1, V2]
     driver.answers["weights.publish"] = Refused("published before with other content")
-    holding.hear(unknown=[V2])
+    holding.receive(unknown=[V2])
     await holding.until(lambda: holding.says() == [V1])
     assert V2 not in holding.holder.copies
 
@@ -305,7 +305,7 @@ async def test_content_that_is_not_that_of_the_catalogue_is_dropped_or_ends_who_
     other = merge([part_of(V1, content=7)[1]])
     for version in (V1, V2):
         holding.holder.add(version, copy_of(version)[0])
-    holding.hear(other, copy_of(V2)[1], unknown=[V1, V2])
+    holding.receive(other, copy_of(V2)[1], unknown=[V1, V2])
     await holding.until(lambda: holding.says() == [V2])
     await holding.until(lambda: [told.version for _, told in holding.calls] == [V2.packed])
     holding.used = {V1}
@@ -318,6 +318,6 @@ async def test_what_is_waited_for_is_named_with_what_there_is(holding):
     with pytest.raises(DeadlineExceeded, match=r"θ9 did not come within 0 s") as late:
         await holding.holder.wait_for(lambda: False, what="θ9", timeout=0.0)
     assert "offers no version" in str(late.value)
-    holding.hear(copy_of(V1)[1], copy_of(V2)[1])
+    holding.receive(copy_of(V1)[1], copy_of(V2)[1])
     with pytest.raises(DeadlineExceeded, match="offers θ1, θ2"):
         await holding.holder.wait_for(lambda: False, what="θ9", timeout=0.0)

@@ -95,7 +95,7 @@ async def test_one_after_another_the_oldest_version_first(
             last = waiting.pop(name)
             await last.begun.wait()
         await last.end()
-    assert driver.service._rollouts.permits.out == frozenset()
+    assert driver.service._rollouts.permits.granted == frozenset()
     assert caplog.messages == [], "each rollout has a line of each change in its own log"
 
 
@@ -132,7 +132,7 @@ async def test_a_driver_that_was_started_again_is_asked_again(
         await driver.start()
         await waits.begun.wait()
         await has.end()
-        assert driver.service._rollouts.permits.out == {"b"}, "the new driver knew of no permit of a"
+        assert driver.service._rollouts.permits.granted == {"b"}, "the new driver knew of no permit of a"
         await waits.end()
 
 
@@ -152,7 +152,7 @@ async def test_the_end_of_a_permit_that_is_not_heard_at_first_is_said_again(
 
         permits._driver.call = failing  # type: ignore[method-assign]
         await has.end()
-        assert driver.service._rollouts.permits.out == frozenset()
+        assert driver.service._rollouts.permits.granted == frozenset()
 
 
 async def test_who_is_not_granted_a_permit_in_time_asks_again(

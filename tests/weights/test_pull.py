@@ -475,7 +475,7 @@ async def test_receivers_leave_a_source_that_hears_of_no_version_and_nobody_else
         await receiver.ensure(1, timeout=SOON)
     placed = world.service.catalogue._spread._receivers
     deaf = next(name for name in receivers if placed[name].parent is None and placed[name].children)
-    receivers[deaf]._holder.hear = lambda broadcast, unknown: None
+    receivers[deaf]._holder.receive = lambda broadcast, unknown: None
     below = [name for name in receivers if placed[name].parent == deaf]
     world.service.catalogue.leave(deaf)
     await sender.publish(Version(0, 2), bulk(2, 1), timeout=SOON)

@@ -123,7 +123,7 @@ class StepSamples(NamedTuple):
         return sums.astype(np.float64)
 
 
-Everywhere = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+AllGather = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Collective: concatenates the arrays [m, columns] of all ranks into one; m may differ between ranks."""
 Own = TypeVar("Own", bound=Struct)
 
@@ -132,7 +132,7 @@ class Algorithm(Generic[Own]):
     """The base of all algorithms: the clipped policy gradient with advantages relative to the group.
 
     Options: structure of ``spec.algorithm.options``; each field has a default.
-    fewest: number of samples with a reward that a group needs to be trained.
+    min_samples: number of samples with a reward that a group needs to be trained.
     batch_wide: the advantages need all of D_k. This sets ``whole_step``: the trainer waits for all samples of a step,
         and the driver passes it shaped rewards in place of advantages.
     filters: the algorithm may exclude samples of a group that still count in the comparison with the other samples.
@@ -144,7 +144,7 @@ class Algorithm(Generic[Own]):
     """
 
     Options: ClassVar[type[Struct]] = NoOptions
-    fewest: ClassVar[int] = 2
+    min_samples: ClassVar[int] = 2
     batch_wide: ClassVar[bool] = False
     filters: ClassVar[bool] = False
     reference: ClassVar[bool] = False
@@ -184,14 +184,14 @@ class Algorithm(Generic[Own]):
     @property
     def compares(self) -> bool:
         """True if a sample's advantage is relative to the other samples of its group."""
-        return self.fewest > 1
+        return self.min_samples > 1
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
         """Yield the fields of a manifest that conflict with this algorithm; subclasses add their own checks."""
         name = spec.algorithm.name
-        if spec.algorithm.group_size < self.fewest:
-            why = f"{name} compares the samples of a group, and needs at least {self.fewest}"
-            yield field_problem(spec, "algorithm.group_size", why, f"Give at least {self.fewest}")
+        if spec.algorithm.group_size < self.min_samples:
+            why = f"{name} compares the samples of a group, and needs at least {self.min_samples}"
+            yield field_problem(spec, "algorithm.group_size", why, f"Give at least {self.min_samples}")
         if spec.algorithm.group_size == 1 and spec.algorithm.filter_zero_variance == "drop":
             why = "the reward of a single sample has no variance, so every group would be dropped"
             yield field_problem(spec, "algorithm.filter_zero_variance", why, "Give keep, or a groupSize of at least 2")
@@ -246,20 +246,20 @@ class Algorithm(Generic[Own]):
             turns[-1] += change
         return turn_advantages(rewards, compare=self.advantages)
 
-    def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
+    def credit(self, step: StepSamples, all_gather: AllGather) -> NDArray[np.float32]:
         """Return the advantage of each token, float32[N], if ``whole_step``. Collective.
 
         By default a token has the advantage of its sample, after the penalties of the tokens are subtracted from the
         sample's reward.
         """
         net = step.rewards - step.summed(step.penalty)
-        table = everywhere(np.column_stack([step.serials, step.samples, net]).reshape(-1, 3))
+        table = all_gather(np.column_stack([step.serials, step.samples, net]).reshape(-1, 3))
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
         found = np.zeros(len(net), np.float32)
         for serial in np.unique(step.serials):
             group = table[table[:, 0] == serial]
             own_rows = step.serials == serial
-            if len(group) >= self.fewest:
+            if len(group) >= self.min_samples:
                 advantages = self.advantages(group[:, 2])
                 found[own_rows] = advantages[np.searchsorted(group[:, 1], step.samples[own_rows])]
         return found[step.of_token]

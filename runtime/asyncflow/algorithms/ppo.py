@@ -59,7 +59,7 @@ class Ppo(Algorithm[PpoOptions]):
     """The base's policy loss, with advantages that the trainer computes from a critic's values."""
 
     Options = PpoOptions
-    fewest = 1
+    min_samples = 1
     critic = True
     ignores = ("advantage",)
 

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.base import Algorithm, Everywhere, StepSamples, field_problem
+from asyncflow.algorithms.base import Algorithm, AllGather, StepSamples, field_problem
 from asyncflow.algorithms.whitening import whitened
 from asyncflow.api.check import Problem
 from asyncflow.api.job import RLJobSpec
@@ -42,7 +42,7 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
     """The clipped policy gradient with batch-normalised returns."""
 
     Options = ReinforceOptions
-    fewest = 1
+    min_samples = 1
     batch_wide = True
     ignores = ("advantage",)
 
@@ -54,12 +54,12 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
                 spec, "algorithm.group_size", "the baseline of a single sample is its own reward", "Give at least 2"
             )
 
-    def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
+    def credit(self, step: StepSamples, all_gather: AllGather) -> NDArray[np.float32]:
         """Return the normalised return of each token, 0 for tokens that do not count."""
         rewards = step.rewards
         if self.options.baseline == "group":
-            rewards = rewards - group_means(step, everywhere)
-        return whitened(self._returns(step, rewards), step.counted, everywhere=everywhere).astype(np.float32)
+            rewards = rewards - group_means(step, all_gather)
+        return whitened(self._returns(step, rewards), step.counted, all_gather=all_gather).astype(np.float32)
 
     def _returns(self, step: StepSamples, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the return of each counted token, float64[N], computed for all samples in parallel."""
@@ -78,9 +78,9 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
         return found
 
 
-def group_means(step: StepSamples, everywhere: Everywhere) -> NDArray[np.float64]:
+def group_means(step: StepSamples, all_gather: AllGather) -> NDArray[np.float64]:
     """Return for each sample the mean reward of its group over all ranks, float64[n]. Collective."""
-    table = everywhere(np.column_stack([step.serials, step.samples, step.rewards]).reshape(-1, 3))
+    table = all_gather(np.column_stack([step.serials, step.samples, step.rewards]).reshape(-1, 3))
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     serials, index = np.unique(table[:, 0], return_inverse=True)
     means = np.bincount(index, weights=table[:, 2]) / np.maximum(1, np.bincount(index))

@@ -10,21 +10,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.base import Everywhere
+from asyncflow.algorithms.base import AllGather
 
 _STD_FLOOR = 1e-8
 
 
 def whitened(
-    advantages: NDArray[np.float64], counted: NDArray[np.bool_], *, everywhere: Everywhere
+    advantages: NDArray[np.float64], counted: NDArray[np.bool_], *, all_gather: AllGather
 ) -> NDArray[np.float64]:
     """Return this rank's whitened ``advantages`` [N], 0 for tokens that are not ``counted`` [N]. Collective.
 
-    everywhere: concatenates the arrays [m, columns] of all ranks.
+    all_gather: concatenates the arrays [m, columns] of all ranks.
     """
     chosen = advantages[counted]
-    count, total = everywhere(np.array([[len(chosen), chosen.sum()]])).sum(axis=0)
+    count, total = all_gather(np.array([[len(chosen), chosen.sum()]])).sum(axis=0)
     mean = total / max(1.0, count)
-    squares = everywhere(np.array([[np.square(chosen - mean).sum()]])).sum()
+    squares = all_gather(np.array([[np.square(chosen - mean).sum()]])).sum()
     deviation = np.sqrt(squares / max(1.0, count - 1))
     return np.where(counted, (advantages - mean) / (deviation + _STD_FLOOR), 0.0)

@@ -377,7 +377,7 @@ def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path
     train = open_training(spec.data, tokenizer, folder=folder, cache=scratch)
     size = train.source.size
     most = GENERATED if size is None else min(size, ROWS)
-    if train.source.there is None:
+    if train.source.available is None:
         _survey(spec, spec.data.train, train, findings, most=most, where="spec.data.train")
     if spec.evaluation is not None:
         held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=scratch)

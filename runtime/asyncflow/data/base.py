@@ -69,7 +69,7 @@ class PromptSource(Protocol):
         """Number of different serials; None if the source is endless."""
 
     @property
-    def there(self) -> int | None:
+    def available(self) -> int | None:
         """Number of tasks put so far, for a source that is filled while the job runs; None for other sources."""
 
     def prompt(self, serial: int) -> Prompt:
@@ -98,7 +98,7 @@ class GeneratedSource:
     questions that is held out.
     """
 
-    there: int | None = None
+    available: int | None = None
 
     def __init__(
         self,

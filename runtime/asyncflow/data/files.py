@@ -110,7 +110,7 @@ class FileSource:
     Of several rows with the same question only the first is used.
     """
 
-    there: int | None = None
+    available: int | None = None
 
     def __init__(
         self,

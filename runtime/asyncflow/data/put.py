@@ -52,7 +52,7 @@ class PutSource:
         self._lock = threading.Lock()
 
     @property
-    def there(self) -> int:
+    def available(self) -> int:
         """Number of prompts put so far."""
         return len(self._prompts)
 

@@ -36,7 +36,7 @@ def open_source(data: TrainDataSpec, *, workdir: Path, cache: Path, where: str) 
             what = f"{name} is not a setting of the source"
             raise ManifestError(what, where=f"{where}.config", hint=f"Set {where}.{name}")
     prompts = _open(data, workdir, cache, where=where)
-    if prompts.there is None:
+    if prompts.available is None:
         prompts.prompt(0)
     return prompts
 
@@ -121,7 +121,7 @@ def _prompter(
     data: TrainDataSpec, encoder: Encoder, options: Mapping[str, Any] | None, *, where: str, folder: Path, cache: Path
 ) -> Prompter:
     source = open_source(data, workdir=folder, cache=cache, where=where)
-    if data.chat_options and not data.chat and source.there is None and not source.prompt(0).messages:
+    if data.chat_options and not data.chat and source.available is None and not source.prompt(0).messages:
         raise ManifestError(
             "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
         )

@@ -108,7 +108,7 @@ class PromptColumns:
             except Overlong:
                 if not self.skips:
                     raise
-        return source.there if request.check else source.put(request.prompts, first=request.first)
+        return source.available if request.check else source.put(request.prompts, first=request.first)
 
     def _encoded(self, prompt: Prompt, serial: int) -> EncodedPrompt:
         tokens, task = self.prompter.encode(prompt), prompt.packed()
@@ -183,9 +183,9 @@ class Dispatcher:
                 await self._issue(allowed)
                 self._record(flow, allowed)
             if self._issued:
-                with self.spans.beside("dispatch", step=self._issued[0].step):
+                with self.spans.background("dispatch", step=self._issued[0].step):
                     await self.put(self._issued)
-                self.assignment.out(prompt.serial for prompt in self._issued)
+                self.assignment.mark_put(prompt.serial for prompt in self._issued)
                 self._issued = []
             else:
                 await self.changed()
@@ -193,7 +193,7 @@ class Dispatcher:
     @property
     def lacks_prompts(self) -> bool:
         """True if the next prompt is needed and the source does not have it yet."""
-        return self.assignment.outruns(self.prompts.prompter.source.there)
+        return self.assignment.waits_for_prompt(self.prompts.prompter.source.available)
 
     def _record(self, flow: InFlight | None, allowed: int) -> None:
         """Record in the spans why no more prompts are put."""
@@ -254,7 +254,7 @@ class Dispatcher:
         The limit of overlong prompts in a row does not count serials that an earlier driver skipped.
         """
         in_a_row = 0
-        available = self.prompts.prompter.source.there
+        available = self.prompts.prompter.source.available
         while len(self._issued) < allowed and (pair := self.assignment.issue(available=available)) is not None:
             serial, step = pair
             try:

@@ -436,7 +436,7 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         restore(self.assignment, snapshot)
-        available = self._dispatcher.prompts.prompter.source.there
+        available = self._dispatcher.prompts.prompter.source.available
         if available is not None and available < self.assignment.next_serial:
             raise ManifestError(
                 f"the file has {available} prompts, but {self.assignment.next_serial} were dispatched",

@@ -235,7 +235,7 @@ class GroupPolicy:
 
     def alike(self, group: Group) -> Alike | None:
         """Return "right" or "wrong" if all samples of a group have the same reward, None otherwise."""
-        if len(group.rewards) < self.algorithm.fewest or not zero_variance(group.rewards):
+        if len(group.rewards) < self.algorithm.min_samples or not zero_variance(group.rewards):
             return None
         return "right" if group.rewards[0] >= self.right_at else "wrong"
 
@@ -244,7 +244,7 @@ class GroupPolicy:
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
     def _refusal(self, group: Group) -> str | None:
-        if len(group.rewards) < self.algorithm.fewest:
+        if len(group.rewards) < self.algorithm.min_samples:
             return TOO_FEW_REWARDS
         if self.drop_zero_variance and zero_variance(group.rewards):
             turns_differ = self.algorithm.by_turn and any(
@@ -374,7 +374,7 @@ class AdvantageTask:
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
             )
             by_serial = sorted(claimed.rows, key=lambda row: (row.meta.serial, row.meta.sample))
-            with self.spans.beside("advantage"):
+            with self.spans.background("advantage"):
                 for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
                     await self._decide(serial, list(group))
 

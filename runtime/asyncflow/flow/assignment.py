@@ -53,14 +53,14 @@ class PromptAssignment:
             self._lowest += 1
         if self._lowest > self.steps:
             return None
-        if self.outruns(available):
+        if self.waits_for_prompt(available):
             return None
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)
         self._undecided[self._lowest] += 1
         return serial, self._step_of[serial]
 
-    def outruns(self, available: int | None) -> bool:
+    def waits_for_prompt(self, available: int | None) -> bool:
         """Return whether the next prompt is needed and is not ``available`` yet; see ``issue``."""
         wanted = not (self.full or self._missing)
         return available is not None and wanted and self.next_serial >= available
@@ -91,7 +91,7 @@ class PromptAssignment:
         self._remove_out(serial)
         return True
 
-    def out(self, serials: Iterable[int]) -> None:
+    def mark_put(self, serials: Iterable[int]) -> None:
         """Record that these prompts were put: until they are finished, other groups may take their steps (``late``)."""
         for serial in serials:
             if serial not in self._finished:
@@ -114,7 +114,7 @@ class PromptAssignment:
         self._step_of[serial], self._step_of[late] = step, own
         self._undecided[step] -= 1
         self._undecided[own] += 1
-        self.out([late])
+        self.mark_put([late])
 
     def _remove_out(self, serial: int) -> None:
         step = self._step_of[serial]

@@ -11,9 +11,9 @@ from typing import Final, TypeVar
 
 R = TypeVar("R")
 
-PARKED_S: Final = 0.05
+EMPTY_CLAIM_S: Final = 0.05
 """Seconds after which a claim of evaluation rows returns without rows."""
-ENDED_S: Final = 1.0
+ENDED_PARTITION_S: Final = 1.0
 """Seconds between claims from a partition that has ended: it answers immediately, and may have been reset since."""
 _BACKLOG = 4
 """Most generated and undelivered samples per slot; an instance that has more claims nothing."""

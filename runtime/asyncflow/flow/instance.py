@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Claim:
     """A claim to make. version: step of the loaded weights; accept: steps of other versions that could be loaded."""
 
     version: int
@@ -120,7 +120,7 @@ class Instance:
         """Record the permit to change to the staged version."""
         self._has_permit = True
 
-    def know(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
+    def update_versions(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
         """Record the versions that can be loaded: the newest staged one, the steps in host memory, further steps."""
         self._staged = staged
         self._in_memory = frozenset(in_memory)
@@ -135,7 +135,7 @@ class Instance:
         self._exhausted.clear()
         self._has_permit = not self._staggered
 
-    def take(self, works: Iterable[Work]) -> list[Work]:
+    def hold(self, works: Iterable[Work]) -> list[Work]:
         """Hold claimed rows, which are not ready yet. Return the rows that this instance will never serve."""
         never = []
         for work in works:
@@ -157,7 +157,7 @@ class Instance:
         self._unready.discard(work)
         self._running.pop(work, None)
 
-    def parked(self, purpose: Purpose) -> None:
+    def claim_was_empty(self, purpose: Purpose) -> None:
         """Record that a claim found no ready rows."""
         self._exhausted.add(purpose)
 
@@ -200,16 +200,16 @@ class Instance:
         leaving = self.current is None or "eval" in self._exhausted or self._mismatched() is not None
         return target if leaving and not due else None
 
-    def ask(self, purpose: Purpose) -> Ask | None:
+    def next_claim(self, purpose: Purpose) -> Claim | None:
         """Return the claim to make for ``purpose``, None if there is nothing to claim now."""
         if self.current is None or self._draining or self._mismatched() is not None:
             return None
         accept, room = self._claim_train() if purpose == "train" else self._claim_eval()
         if accept is None:
             return None
-        return Ask(self.current.step, tuple(sorted(accept - {self.current.step})), room) if room > 0 else None
+        return Claim(self.current.step, tuple(sorted(accept - {self.current.step})), room) if room > 0 else None
 
-    def want(self, versions: Collection[Version], *, required: Collection[int]) -> int | None:
+    def next_pull(self, versions: Collection[Version], *, required: Collection[int]) -> int | None:
         """Return the step to pull next, None for nothing.
 
         versions: the available versions; required: the steps of the versions that unfinished work needs.
@@ -229,10 +229,10 @@ class Instance:
     def waits(self, target: int | None, *, required: Collection[int]) -> bool:
         """Return whether nothing runs because other weights must be loaded first.
 
-        target: result of ``want`` now; required: as for ``want``. The target counts only after a claim of training rows
-        for the loaded version found none; it makes no difference whether the target has been received already. Under
-        ``quota`` the target must be required. Under ``sequence`` no step is ever required, so any newer version counts.
-        Under ``token`` none counts, since no row waits for it.
+        target: result of ``next_pull`` now; required: as for ``next_pull``. The target counts only after a claim of
+        training rows for the loaded version found none; it makes no difference whether the target has been received
+        already. Under ``quota`` the target must be required. Under ``sequence`` no step is ever required, so any newer
+        version counts. Under ``token`` none counts, since no row waits for it.
         """
         if self.current is None or self._running or self._draining:
             return False
@@ -263,7 +263,7 @@ class Instance:
         return self._loadable() if not self._quota or not self.works() else frozenset(), room
 
     def _loadable(self) -> frozenset[int]:
-        """Return the steps in memory, and available steps not newer than all loaded ones; ``want`` pulls newer ones."""
+        """Return the steps in memory, and available ones not newer than all loaded ones (newer: ``next_pull``)."""
         assert self._newest is not None
         newest = self._newest.step
         older = frozenset(step for step in self._available if step <= newest)

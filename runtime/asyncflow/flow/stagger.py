@@ -109,7 +109,7 @@ class Permits:
         self._permit_s: float | None = None
 
     @property
-    def out(self) -> frozenset[str]:
+    def granted(self) -> frozenset[str]:
         """The names of the instances that hold a permit."""
         return frozenset(self._out)
 

@@ -176,7 +176,7 @@ def export_weights(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run
     run: the role's folder, from which the model's source is resolved; model: the model's folder.
     """
     is_writer, local = backend.group.rank == 0, dict(backend.tensors(dtype=backend.settings.weights))
-    whole = backend.whole(local)
+    whole = backend.full_tensors(local)
     weights = {name: array for name, array in whole if is_writer}
     if not is_writer:
         return

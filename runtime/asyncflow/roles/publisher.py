@@ -138,7 +138,7 @@ class Publishing:
             self.waits = watch.waits
             if found is not None:
                 try:
-                    with self._context.spans.beside("publish", step=found[0], version=found[0]):
+                    with self._context.spans.background("publish", step=found[0], version=found[0]):
                         await self._publish(*found, sender=sender, watch=watch)
                 except DiskError as error:
                     log.warning("θ_%d is not published: %s", found[0], error)

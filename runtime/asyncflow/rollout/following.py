@@ -94,7 +94,7 @@ class FollowingEngine:
     async def _swap(self, loader: WeightLoader, version: Version) -> None:
         prepared = await loader.prepare(version.step)
         started = time.monotonic()
-        with self._engine.spans.beside("swap", version=version.step):
+        with self._engine.spans.background("swap", version=version.step):
             await loader.load(prepared)
         seconds = time.monotonic() - started
         loader.swapped(version.step, seconds)

@@ -96,7 +96,7 @@ class Job:
 
     prompt: None until it is fetched; gone: whether the row is no longer held here; task: generates the response.
     group: the rows of its prompt from the same claim, including this one.
-    begun: start of the response by an earlier holder; turn: partial response while its environment answers.
+    partial: start of the response by an earlier holder; turn: partial response while its environment answers.
     response: the response, once it is generated; saved_tokens: number of its tokens that the next holder would find.
     """
 
@@ -104,7 +104,7 @@ class Job:
     group: ClaimedGroup = field(default_factory=ClaimedGroup, repr=False)
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
-    begun: Completion = NOTHING
+    partial: Completion = NOTHING
     turn: Completion | None = None
     response: Completion | None = None
     saved_tokens: int = 0
@@ -137,7 +137,7 @@ class Job:
         return Work(self, self.purpose, VersionWindow(meta.min_version, meta.max_version))
 
     @property
-    def was_begun(self) -> bool:
+    def has_partial(self) -> bool:
         """True if an earlier holder has left the start of a response, and no holder has finished it."""
         lengths = self.row.bytes
         return all(name in lengths for name in RESPONSE) and "reward" not in lengths
@@ -153,7 +153,7 @@ class Job:
         A partial response is continued if the loaded version made all of it. In training rows, a newer version may also
         continue it if responses may mix versions. Otherwise the response is made from scratch.
         """
-        meta, versions = self.row.meta, self.begun.versions
+        meta, versions = self.row.meta, self.partial.versions
         max_tokens = int(meta.tags.get("max_tokens", settings.max_tokens))
         mixes = settings.mixes and self.purpose == "train"
         fits = (versions <= loaded.packed).all() if mixes else (versions == loaded.packed).all()
@@ -166,7 +166,7 @@ class Job:
             stop_texts=settings.stop_texts,
             seed=purpose_seed(settings.seed, meta.purpose),
             purpose=meta.purpose,
-            continues=self.begun if continues and fits and len(versions) < max_tokens else NOTHING,
+            continues=self.partial if continues and fits and len(versions) < max_tokens else NOTHING,
             episode=settings.max_turns > 1,
         )
 
@@ -231,7 +231,7 @@ def response_columns(made: Sequence[Completion], *, names: Collection[str]) -> d
     return found
 
 
-def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
+def partial_of(columns: Mapping[str, Jagged], index: int) -> Completion:
     """Return the partial response in row ``index`` of a response's columns."""
     ids, logprobs, versions = (columns[name].row(index) for name in RESPONSE)
     mask = columns[LOSS_MASK].row(index) if LOSS_MASK in columns else None

@@ -28,8 +28,8 @@ from typing import Any
 from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.flow.claims import ENDED_S, PARKED_S, claims_more, rows_at_once
-from asyncflow.flow.instance import Ask, Instance, Purpose
+from asyncflow.flow.claims import EMPTY_CLAIM_S, ENDED_PARTITION_S, claims_more, rows_at_once
+from asyncflow.flow.instance import Claim, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.renewal import keep_renewing
@@ -40,8 +40,8 @@ from asyncflow.rollout.job import (
     Job,
     RolloutSettings,
     SampleOutcome,
-    begun_of,
     columns,
+    partial_of,
     response_columns,
     worth_saving,
 )
@@ -95,28 +95,28 @@ class Claimer:
         """Claim forever."""
         while True:
             self.changed.clear()
-            ask = self._ask()
-            if ask is None:
+            wanted = self._next_claim()
+            if wanted is None:
                 await self.changed.wait()
                 continue
             try:
-                await self._claim(ask)
+                await self._claim(wanted)
             except AsyncFlowError as error:
                 await self._outage.wait(error)
             else:
                 self._outage.end()
 
-    def _ask(self) -> Ask | None:
+    def _next_claim(self) -> Claim | None:
         claims = claims_more(backlog=self._backlog(), slots=self._slots)
-        return self._instance.ask(self._purpose) if claims else None
+        return self._instance.next_claim(self._purpose) if claims else None
 
-    async def _claim(self, ask: Ask) -> None:
+    async def _claim(self, wanted: Claim) -> None:
         """Claim until rows arrive, the time is over, or the instance would request something else."""
         ticket = uuid.uuid4().hex
-        claim = asyncio.create_task(self._take(ask, ticket))
+        claim = asyncio.create_task(self._take(wanted, ticket))
         claim.add_done_callback(lambda _: self.changed.set())
         try:
-            await self._watch_claim(claim, ask)
+            await self._watch_claim(claim, wanted)
             if not claim.done():
                 await self._queue.withdraw(ticket, partition=self._partition, task=_TASK, timeout=_WITHDRAW_S)
                 await asyncio.wait((claim,), timeout=_WITHDRAW_S)
@@ -126,28 +126,28 @@ class Claimer:
         if not claim.cancelled():
             claim.result()
 
-    async def _take(self, ask: Ask, ticket: str) -> None:
+    async def _take(self, wanted: Claim, ticket: str) -> None:
         """Claim, and pass the rows on in the same step of the event loop, so that a cancellation cannot lose them.
 
-        The queue answers immediately for a partition that has ended; the next claim follows after ``ENDED_S``.
+        The queue answers immediately for a partition that has ended; the next follows after ``ENDED_PARTITION_S``.
         """
         claimed = await self._queue.claim(
             partition=self._partition,
             task=_TASK,
-            max_rows=rows_at_once(ask.rows, slots=self._slots),
-            version=ask.version,
-            accept=ask.accept,
+            max_rows=rows_at_once(wanted.rows, slots=self._slots),
+            version=wanted.version,
+            accept=wanted.accept,
             timeout=_PARK_S,
             ticket=ticket,
         )
         if rows := claimed.rows:
             self._on_rows(rows)
         elif claimed.ended:
-            await asyncio.sleep(ENDED_S)
+            await asyncio.sleep(ENDED_PARTITION_S)
 
-    async def _watch_claim(self, claim: asyncio.Task[None], ask: Ask) -> None:
+    async def _watch_claim(self, claim: asyncio.Task[None], wanted: Claim) -> None:
         """Wait until ``claim`` is done or its request is outdated; call ``parked`` once if it waits."""
-        until: float | None = asyncio.get_running_loop().time() + PARKED_S
+        until: float | None = asyncio.get_running_loop().time() + EMPTY_CLAIM_S
         while not claim.done():
             try:
                 async with asyncio.timeout_at(until):
@@ -157,8 +157,8 @@ class Claimer:
                 self._parked(self._purpose)
                 continue
             self.changed.clear()
-            current = self._ask()
-            if current is None or (current.version, current.accept) != (ask.version, ask.accept):
+            current = self._next_claim()
+            if current is None or (current.version, current.accept) != (wanted.version, wanted.accept):
                 return
 
 
@@ -213,7 +213,7 @@ class InFlightTable:
         jobs = [Job(row=row, group=groups[row.meta.serial]) for row in rows]
         self._jobs.update(jobs)
         self._holding(len(self._jobs))
-        unusable = {work.id for work in self._instance.take([job.work for job in jobs])}
+        unusable = {work.id for work in self._instance.hold([job.work for job in jobs])}
         if unusable:
             self._spawn(self.give_back([job for job in jobs if job in unusable], reason="it needs another version"))
         for unit_jobs in by_unit(job for job in jobs if job not in unusable):
@@ -230,13 +230,13 @@ class InFlightTable:
         for index, job in enumerate(jobs):
             job.prompt_ids = tuple(columns["prompt_ids"].row(index).tolist())
             job.prompt = Prompt.unpack(columns["task"].row(index).tobytes())
-        begun = [job for job in jobs if job.was_begun and not job.gone]
-        if begun:
-            await self._fetch_begun(begun)
+        partials = [job for job in jobs if job.has_partial and not job.gone]
+        if partials:
+            await self._fetch_partial(partials)
         self._instance.ready([job for job in jobs if not job.gone])
         self._changed()
 
-    async def _fetch_begun(self, jobs: list[Job]) -> None:
+    async def _fetch_partial(self, jobs: list[Job]) -> None:
         """Fetch the partial responses of earlier holders; a response that cannot be fetched is made from scratch."""
         try:
             columns = await self._columns(jobs, self._settings.response)
@@ -244,10 +244,10 @@ class InFlightTable:
             log.info("%d partial responses are made from scratch: %s", len(jobs), error)
             return
         for index, job in enumerate(jobs):
-            job.begun = begun_of(columns, index)
+            job.partial = partial_of(columns, index)
 
     async def _columns(self, jobs: Iterable[Job], names: Sequence[str]) -> dict[str, Jagged]:
-        with self._spans.beside("fetch"):
+        with self._spans.background("fetch"):
             return await self._queue.fetch([job.row for job in jobs], names, timeout=_FETCH_S)
 
     async def renew(self) -> None:
@@ -312,10 +312,15 @@ class InFlightTable:
         held = [job for job in jobs if not job.gone]
         for job in held:
             self.forget(job)
-        begun = {job: part for job in held if partial and (part := partial.get(job)) and len(part) > job.saved_tokens}
+        partials = {
+            job: part for job in held if partial and (part := partial.get(job)) and len(part) > job.saved_tokens
+        }
         returning = asyncio.gather(
-            self._return([job for job in held if job not in begun], reason=reason),
-            *(self._hand_on({job: begun[job] for job in unit_jobs}, reason=reason) for unit_jobs in by_unit(begun)),
+            self._return([job for job in held if job not in partials], reason=reason),
+            *(
+                self._hand_on({job: partials[job] for job in unit_jobs}, reason=reason)
+                for unit_jobs in by_unit(partials)
+            ),
         )
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
@@ -325,15 +330,15 @@ class InFlightTable:
         """Wait until every row that was given back is returned, or left to the end of its lease."""
         await asyncio.gather(*self._returning)
 
-    async def _hand_on(self, begun: Mapping[Job, Completion], *, reason: str) -> None:
+    async def _hand_on(self, partials: Mapping[Job, Completion], *, reason: str) -> None:
         """Return rows of one unit with their partial responses, or without them if the queue does not accept these."""
-        rows = [job.row for job in begun]
-        columns = response_columns(list(begun.values()), names=self._settings.response)
+        rows = [job.row for job in partials]
+        columns = response_columns(list(partials.values()), names=self._settings.response)
         try:
             await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
         except AsyncFlowError as error:
-            log.info("%d partial responses are not handed on: %s", len(begun), error)
-            await self._return(list(begun), reason=reason)
+            log.info("%d partial responses are not handed on: %s", len(partials), error)
+            await self._return(list(partials), reason=reason)
 
     async def _return(self, jobs: list[Job], *, reason: str) -> None:
         if not jobs:

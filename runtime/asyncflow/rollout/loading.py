@@ -97,7 +97,7 @@ class WeightLoader:
     async def stage(self, version: Version) -> None:
         """Prepare a complete version in the engine, while the engine works with the previous one."""
         started = time.monotonic()
-        with self._spans.beside("stage", version=version.step):
+        with self._spans.background("stage", version=version.step):
             weights, _ = await self._weights_of(version, self._receiver.tensors(version))
             await self._engine.stage(version, weights)
         self._stage_s = time.monotonic() - started

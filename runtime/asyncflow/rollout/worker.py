@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from asyncflow.environments.pool import Environments
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
-from asyncflow.flow.claims import PARKED_S
+from asyncflow.flow.claims import EMPTY_CLAIM_S
 from asyncflow.flow.instance import Instance, Purpose
 from asyncflow.identity import SampleKey, Version
 from asyncflow.models.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class RolloutMeter:
     ) -> None:
         """Record the number of running sequences, and whether work waits for other weights.
 
-        That is known only once a claim has found nothing, ``PARKED_S`` after it was made; that time counts, too.
+        That is known only once a claim has found nothing, ``EMPTY_CLAIM_S`` after it was made; that time counts, too.
 
         waits: why none runs, "" before the first weights; evaluating: whether all running sequences are of evaluations;
         step: of the sequences that were started last; version: step of the loaded weights.
@@ -118,7 +118,7 @@ class RolloutMeter:
             (self.busy.begin if self._generating else self.busy.end)("generate")
             self._free_since = time.monotonic()
         if waiting and not self._waiting:
-            self.busy.begin("receive", since=max(self._free_since, time.monotonic() - PARKED_S))
+            self.busy.begin("receive", since=max(self._free_since, time.monotonic() - EMPTY_CLAIM_S))
         elif self._waiting and not waiting:
             self.busy.end("receive")
         self._waiting = waiting
@@ -128,7 +128,7 @@ class RolloutMeter:
         """Count the body as one sample that waits for its reward."""
         self.scoring += 1
         try:
-            with self.spans.beside("reward"):
+            with self.spans.background("reward"):
                 yield
         finally:
             self.scoring -= 1
@@ -167,11 +167,11 @@ class RolloutMeter:
         wall_s, stall_s, generate_s = (new - old for new, old in zip(self._last, before, strict=True))
         return SwapInterval(wall_s, stall_s, wall_s - generate_s)
 
-    def generated(self, completion: Completion, *, begun: int) -> None:
-        """Record a sequence that ended, of which another instance had made the first ``begun`` tokens."""
+    def generated(self, completion: Completion, *, prior_tokens: int) -> None:
+        """Record a sequence that ended, of which another instance had made the first ``prior_tokens`` tokens."""
         self._metrics.sequences.labels(completion.finish).inc()
         if completion.finish != "aborted":
-            self._metrics.taken_over.inc(begun)
+            self._metrics.taken_over.inc(prior_tokens)
 
     def scored(self, reward: RewardResult, seconds: float) -> None:
         """Record the reward of a sample."""
@@ -202,7 +202,7 @@ class RolloutMeter:
 
 def next_version_of(instance: Instance) -> Callable[[CatalogueView], int | None]:
     """Return the function ``want`` for the receiver of ``instance``."""
-    return lambda view: instance.want(view.available, required=view.required)
+    return lambda view: instance.next_pull(view.available, required=view.required)
 
 
 class RolloutWorker:
@@ -373,7 +373,7 @@ class RolloutWorker:
     def _update(self) -> None:
         """Pass the available versions to the instance, and notify the receiver and the claimers of changes."""
         receiver = self._receiver
-        self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
+        self._instance.update_versions(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
         wanted = next_version_of(self._instance)(receiver.view)
         if wanted != self._wanted:
             self._wanted = wanted
@@ -449,7 +449,7 @@ class RolloutWorker:
         """Generate one response, have it scored, and queue it for delivery; hand on a response that was aborted."""
         assert self._instance.current is not None
         request = job.request(self._settings, loaded=self._instance.current, continues=self._engine.may_continue)
-        job.saved_tokens = request.begun
+        job.saved_tokens = request.prior_tokens
         try:
             completion, failed = await self._episodes.run(job, request)
         finally:
@@ -457,7 +457,7 @@ class RolloutWorker:
             self._changed.set()
         await self._wait_until(lambda: self._loading is None or self._leaving.is_set())
         completion = self._trusted(completion)
-        self.meter.generated(completion, begun=request.begun)
+        self.meter.generated(completion, prior_tokens=request.prior_tokens)
         if completion.finish == "aborted":
             await self._in_flight.give_back([job], reason=_LEAVING, partial={job: completion})
             return
@@ -484,7 +484,7 @@ class RolloutWorker:
         self._in_flight.forget(outcome.job)
 
     def _parked(self, purpose: Purpose) -> None:
-        self._instance.parked(purpose)
+        self._instance.claim_was_empty(purpose)
         self._changed.set()
 
     async def _leave(self) -> None:

@@ -196,7 +196,7 @@ class HttpServer:
             [bound, *loopback],
             most=MAX_CONNECTIONS,
             share=1 / 8,
-            meet=partial(self._handshake, server),
+            handshake=partial(self._handshake, server),
             connected=lambda: len(server.connections),
             make_room=partial(self._make_room, server),
             refused=self._guard.count if self._guard is not None else lambda refused: log.debug("%s", refused),

@@ -27,9 +27,10 @@ _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Listener:
     """Accepts connections.
 
-    most, share: limits of concurrent connections, as a number and as a share of the process's file descriptors; meet:
-    does the handshake with a caller; connected: returns the number of connections; make_room: closes the least useful
-    connection, and returns whether there was one; refused: called for each caller that was refused or cut off.
+    most, share: limits of concurrent connections, as a number and as a share of the process's file descriptors;
+    handshake: does the handshake with a caller; connected: returns the number of connections; make_room: closes the
+    least useful connection, and returns whether there was one; refused: called for each caller that was refused or cut
+    off.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class Listener:
         *,
         most: int,
         share: float,
-        meet: Callable[[socket.socket], Awaitable[object]],
+        handshake: Callable[[socket.socket], Awaitable[object]],
         connected: Callable[[], int],
         make_room: Callable[[], bool],
         refused: Callable[[PeerRefused], None],
     ) -> None:
         self._sockets = sockets
         self._most = min(most, int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share))
-        self._handshake = meet
+        self._handshake = handshake
         self._connected = connected
         self._make_room = make_room
         self._refused = refused

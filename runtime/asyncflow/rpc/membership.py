@@ -143,7 +143,7 @@ class Subscriber(Protocol):
     def holds(self) -> tuple[int, ...]:
         """Return the numbers of its holdings."""
 
-    def hear(self, broadcast: Raw | None, unknown: tuple[int, ...]) -> None:
+    def receive(self, broadcast: Raw | None, unknown: tuple[int, ...]) -> None:
         """Process a broadcast, None if there is no new one, and the holdings to report to the directory in full."""
 
 
@@ -322,7 +322,7 @@ class Membership:
             self._apply(answer.directives)
         if subscriber is not None and (answer.broadcast is not None or answer.unknown):
             number, document = answer.broadcast or (self._heard, None)
-            subscriber.hear(document, answer.unknown)
+            subscriber.receive(document, answer.unknown)
             self._heard = number
         return not answer.unknown
 

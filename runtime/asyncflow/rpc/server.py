@@ -236,7 +236,7 @@ class RpcServer:
             [listening.socket] if shared is None else [listening.socket, shared],
             most=MAX_PEERS,
             share=3 / 4,
-            meet=self._handshake,
+            handshake=self._handshake,
             connected=self._peers.__len__,
             make_room=self._make_room,
             refused=lambda refused: self.note_refusal(refused.what, refused.reason),

@@ -111,7 +111,7 @@ class UserEngine(RolloutEngine):
             assert self.version is not None
             completions = [self._completion(*pair, version=self.version) for pair in _pairs(requests, responses)]
         for (request, done), completion in zip(self._batch, completions, strict=True):
-            self._tokens[request.purpose] += len(completion) - request.begun
+            self._tokens[request.purpose] += len(completion) - request.prior_tokens
             if not done.done():
                 done.set_result(completion)
 
@@ -119,7 +119,7 @@ class UserEngine(RolloutEngine):
         self, request: GenerationRequest, response: tuple[Sequence[int], Sequence[float]], *, version: Version
     ) -> Completion:
         ids, logprobs = np.asarray(response[0], np.int32), np.asarray(response[1], np.float32)
-        room = request.max_tokens - request.begun
+        room = request.max_tokens - request.prior_tokens
         if ids.shape != logprobs.shape or not 1 <= len(ids) <= room or not np.isfinite(logprobs).all():
             what = f"a response has {ids.shape} tokens and {logprobs.shape} log-probs, or some that are not finite"
             raise ManifestError(what, where=_WHERE, hint=f"Return 1 to {room} tokens, each with a log-prob")

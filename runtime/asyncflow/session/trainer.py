@@ -162,7 +162,7 @@ def _sample(model: nn.Module, prompt: GenerationRequest) -> tuple[list[int], lis
     ids: list[int] = []
     logprobs: list[float] = []
     cache = None
-    while len(ids) < prompt.max_tokens - prompt.begun and not (ids and ids[-1] in prompt.stop_ids):
+    while len(ids) < prompt.max_tokens - prompt.prior_tokens and not (ids and ids[-1] in prompt.stop_ids):
         out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits = out.logits[0, -1].float()

@@ -65,7 +65,7 @@ class SimulatedDriver:
             put.append(pair[0])
             self._put(*pair)
         if put:
-            assignment.out(put)
+            assignment.mark_put(put)
             if self.opened is None:
                 self.opened = world.agenda.now
                 world.open()
@@ -93,7 +93,7 @@ class SimulatedDriver:
             self._prompts_left[group.step] -= 1
             if not self._prompts_left[group.step]:
                 now = self._world.agenda.now
-                self.recorder.beside("evaluation", self._evaluated_from[group.step], now, step=group.step)
+                self.recorder.background("evaluation", self._evaluated_from[group.step], now, step=group.step)
                 self.evaluated.add(group.step)
                 self._world.agenda.wake(self)
         else:

@@ -186,7 +186,7 @@ def _span_s(timeline: Timeline | None, kind: str, *, role: str = "rollout") -> f
     if timeline is None:
         return 0.0
     tracks = [track for track in timeline.tracks if track.role == role]
-    found = [span.seconds for track in tracks for span in (*track.main, *track.beside) if span.kind == kind]
+    found = [span.seconds for track in tracks for span in (*track.main, *track.background) if span.kind == kind]
     return fmean(found) if found else 0.0
 
 

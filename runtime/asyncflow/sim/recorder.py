@@ -18,7 +18,7 @@ class TrackRecorder:
         self.killed = False
         self._keeps = keeps
         self._main: list[Span] = []
-        self._beside: list[Span] = []
+        self._background: list[Span] = []
         self._state: tuple[Kind, int, int, str] = ("starting", -1, -1, "")
         self._begin = self._counted = now
         self._ended = False
@@ -32,10 +32,10 @@ class TrackRecorder:
             self._close(now)
             self._state = state
 
-    def beside(self, kind: Kind, begin: float, end: float, *, step: int = -1, version: int = -1) -> None:
-        """Record a span that runs beside the main spans."""
+    def background(self, kind: Kind, begin: float, end: float, *, step: int = -1, version: int = -1) -> None:
+        """Record a background span."""
         if self._keeps:
-            self._beside.append(Span(kind=kind, begin=begin, end=end, step=step, version=version))
+            self._background.append(Span(kind=kind, begin=begin, end=end, step=step, version=version))
 
     def spent(self, now: float) -> dict[tuple[str, str], float]:
         """Return the seconds until now, by kind of span and by reason to wait."""
@@ -68,7 +68,7 @@ class TrackRecorder:
             index=self.index,
             attempt=self.attempt,
             main=self._main,
-            beside=self._beside,
+            background=self._background,
             killed=self.killed,
         )
 

@@ -14,7 +14,7 @@ import math
 import random
 from typing import TYPE_CHECKING, Final
 
-from asyncflow.flow.claims import PARKED_S, claims_more, rows_at_once
+from asyncflow.flow.claims import EMPTY_CLAIM_S, claims_more, rows_at_once
 from asyncflow.flow.instance import Instance, Purpose
 from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
@@ -126,7 +126,7 @@ class SimulatedRollout:
         instance, now = self.instance, self._agenda.now
         steps = [version.step for version in self._copies]
         available = [version.step for version in self._world.catalogue.available]
-        instance.know(staged=self._staged, in_memory=steps, available=available)
+        instance.update_versions(staged=self._staged, in_memory=steps, available=available)
         self._fetch()
         started = instance.admit()
         for work in started:
@@ -187,7 +187,7 @@ class SimulatedRollout:
     def _fetch(self) -> None:
         """Start to pull the next version."""
         catalogue = self._world.catalogue
-        self._wanted = self.instance.want(catalogue.available, required=catalogue.required)
+        self._wanted = self.instance.next_pull(catalogue.available, required=catalogue.required)
         target = next_version(
             catalogue,
             held=self._copies,
@@ -205,7 +205,7 @@ class SimulatedRollout:
         if pull != self._pull or not self.up:
             return
         now, catalogue = self._agenda.now, self._world.catalogue
-        self.recorder.beside("receive", started, now, version=version.step)
+        self.recorder.background("receive", started, now, version=version.step)
         self._pulling = None
         self._copies = {each for each in self._copies if catalogue.holds(each) or each == self._latest_load} | {version}
         if self._awaited_step == version.step:
@@ -262,26 +262,26 @@ class SimulatedRollout:
                 continue
             pool = self._world.pools[purpose]
             claims = claims_more(backlog=len(self._backlog), slots=self._model.slots)
-            ask, parked = self.instance.ask(purpose) if claims else None, pool.parked(self)
-            if ask is None:
+            wanted, parked = self.instance.next_claim(purpose) if claims else None, pool.parked(self)
+            if wanted is None:
                 if parked is not None:
                     pool.withdraw(self)
                 continue
-            if parked is not None and (parked.version, parked.accept) == (ask.version, ask.accept):
+            if parked is not None and (parked.version, parked.accept) == (wanted.version, wanted.accept):
                 continue
             if parked is not None:
                 pool.withdraw(self)
-            if rows := pool.claim(self, ask, most=rows_at_once(ask.rows, slots=self._model.slots)):
+            if rows := pool.claim(self, wanted, most=rows_at_once(wanted.rows, slots=self._model.slots)):
                 self.granted(purpose, rows)
             elif purpose == "train":
-                self.instance.parked(purpose)
+                self.instance.claim_was_empty(purpose)
             else:
                 self._claims += 1
-                self._agenda.after(PARKED_S, self._parked, self._claims)
+                self._agenda.after(EMPTY_CLAIM_S, self._parked, self._claims)
 
     def _parked(self, claim: int) -> None:
         if self.up and claim == self._claims and self._world.pools["eval"].parked(self) is not None:
-            self.instance.parked("eval")
+            self.instance.claim_was_empty("eval")
             self._agenda.wake(self)
 
     def _receive(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
@@ -289,7 +289,7 @@ class SimulatedRollout:
         if not self.up:
             self._world.pools[purpose].give_back(rows)
             return
-        if refused := self.instance.take(row.work for row in rows):
+        if refused := self.instance.hold(row.work for row in rows):
             self._world.pools[purpose].give_back([work.id for work in refused])  # type: ignore[misc]
         self.instance.ready(rows)
         self._agenda.wake(self)
@@ -332,7 +332,7 @@ class SimulatedRollout:
             return
         self._scoring -= 1
         if not self._scoring:
-            self.recorder.beside("reward", self._scores_since, self._agenda.now)
+            self.recorder.background("reward", self._scores_since, self._agenda.now)
         self._write(row)
 
     def _write(self, row: SimulatedRow) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncflow.flow.claims import whole_groups
-from asyncflow.flow.instance import Ask, Purpose, Work
+from asyncflow.flow.instance import Claim, Purpose, Work
 from asyncflow.flow.ready import ReadyIndex, VersionFilter
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.sim.agenda import Agenda
@@ -88,7 +88,7 @@ class RowPool:
         self.purpose = purpose
         self._agenda = agenda
         self._index: ReadyIndex[SimulatedGroup] = ReadyIndex()
-        self._parked: dict[SimulatedRollout, tuple[Ask, VersionFilter, int]] = {}
+        self._parked: dict[SimulatedRollout, tuple[Claim, VersionFilter, int]] = {}
 
     def put(self, group: SimulatedGroup) -> None:
         """Make the open rows of a group available."""
@@ -103,7 +103,7 @@ class RowPool:
             group.open.sort(key=_sample)
             self.put(group)
 
-    def parked(self, rollout: SimulatedRollout) -> Ask | None:
+    def parked(self, rollout: SimulatedRollout) -> Claim | None:
         """Return the parked claim of ``rollout``."""
         claim = self._parked.get(rollout)
         return None if claim is None else claim[0]
@@ -112,21 +112,23 @@ class RowPool:
         """Remove the parked claim of ``rollout``."""
         self._parked.pop(rollout, None)
 
-    def claim(self, rollout: SimulatedRollout, ask: Ask, *, most: int) -> list[SimulatedRow]:
+    def claim(self, rollout: SimulatedRollout, claim: Claim, *, most: int) -> list[SimulatedRow]:
         """Return whole groups of at most ``most`` rows, at least one; park the claim if there are none."""
-        versions = VersionFilter(ask.version, ask.accept)
-        rows = self._take(versions, most, exact=True) or (self._take(versions, most, exact=False) if ask.accept else [])
+        versions = VersionFilter(claim.version, claim.accept)
+        rows = self._take(versions, most, exact=True) or (
+            self._take(versions, most, exact=False) if claim.accept else []
+        )
         if not rows:
-            self._parked[rollout] = (ask, versions, most)
+            self._parked[rollout] = (claim, versions, most)
         return rows
 
     def react(self) -> None:
         """Answer the claims for which rows are available."""
         for exact in (True, False):
-            for rollout, (ask, versions, most) in list(self._parked.items()):
+            for rollout, (claim, versions, most) in list(self._parked.items()):
                 if not len(self._index):
                     return
-                if (exact or ask.accept) and (rows := self._take(versions, most, exact=exact)):
+                if (exact or claim.accept) and (rows := self._take(versions, most, exact=exact)):
                     del self._parked[rollout]
                     rollout.granted(self.purpose, rows)
 

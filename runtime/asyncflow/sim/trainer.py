@@ -113,7 +113,7 @@ class SimulatedTrainer:
             self._fetching, self._exhausted = True, slot.last
             now, fetched = self._agenda.now, self._world.fetched_at(slot.ranks)
             if fetched > now:
-                self.recorder.beside("fetch", now, fetched, step=self.step + 1)
+                self.recorder.background("fetch", now, fetched, step=self.step + 1)
             self._agenda.at(fetched, self._fetched, slot)
 
     def _fetched(self, slot: DealtSlot) -> None:
@@ -190,7 +190,7 @@ class SimulatedTrainer:
         now, colocated = self._agenda.now, self._world.scenario.colocated
         self._copied_at = now + (0.0 if colocated is not None else self._model.copy_s)
         self._announced_at = now + (0.0 if colocated is not None else max(self._model.copy_s, self._model.publish_s))
-        self.recorder.beside("publish", now, self._announced_at, step=step, version=step)
+        self.recorder.background("publish", now, self._announced_at, step=step, version=step)
         self._agenda.at(self._announced_at, self._world.publish, Version(0, step))
 
     def _report(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused, StaleHandle
-from asyncflow.flow.claims import ENDED_S
+from asyncflow.flow.claims import ENDED_PARTITION_S
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.renewal import keep_renewing
@@ -157,7 +157,7 @@ class TaskWorker:
         if claimed is None:
             return []
         if claimed.ended:
-            await self._unless_leaving(asyncio.sleep(ENDED_S))
+            await self._unless_leaving(asyncio.sleep(ENDED_PARTITION_S))
         return claimed.rows
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -215,7 +215,7 @@ class TaskWorker:
         """Return the columns of rows, None if they are unavailable. Removes lost rows from ``rows``."""
         while True:
             try:
-                with self._spans.beside("fetch"):
+                with self._spans.background("fetch"):
                     return await self._queue.fetch(rows, self._settings.reads, timeout=_CALL_S)
             except StaleHandle as error:
                 available = await self._available(rows)

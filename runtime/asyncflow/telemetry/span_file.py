@@ -35,7 +35,7 @@ MOST_BYTES: Final = 4 << 20
 _MAGIC: Final = b"AFspans1"
 _HEAD = struct.Struct("<8sII")
 _RECORD = struct.Struct("<QBBBxiiddI")
-"""Number from 1, kind, reason, 1 if beside, step, version, begin, end, checksum of the preceding bytes."""
+"""Number from 1, kind, reason, 1 if background, step, version, begin, end, checksum of the preceding bytes."""
 _STATE = struct.Struct("<QdddBBBxii")
 """Number from 1, start of the process, time of the write; of the main span: begin, kind, reason; 1 after the end; step,
 version."""
@@ -72,7 +72,7 @@ class SpanFile:
     ) -> None:
         self._began = began
         self._seconds = [0.0] * (2 * _MANY)
-        self._beside = [0.0] * _MANY
+        self._background = [0.0] * _MANY
         self._written = self._states = self._place = 0
         self._places = max(1, (most_bytes - _RING_AT) // _RECORD.size)
         self._buffer = bytearray(_STATE_BYTES + _SUM.size)
@@ -87,13 +87,13 @@ class SpanFile:
         """True while the file can be written."""
         return self._file >= 0
 
-    def add(self, span: Span, *, beside: bool) -> None:
+    def add(self, span: Span, *, background: bool) -> None:
         """Add an ended span."""
-        if not beside:
+        if not background:
             self._seconds[_KIND[span.kind]] += span.seconds
             self._seconds[_MANY + _WAIT[span.waits]] += span.seconds if span.kind == "idle" else 0.0
         self._written += 1
-        what = (_KIND[span.kind], _WAIT[span.waits], beside, span.step, span.version, span.begin, span.end)
+        what = (_KIND[span.kind], _WAIT[span.waits], background, span.step, span.version, span.begin, span.end)
         packed = bytearray(_RECORD.pack(self._written, *what, 0))
         _SUM.pack_into(packed, _RECORD.size - _SUM.size, zlib.crc32(packed[: -_SUM.size]))
         if self._place == self._places:
@@ -104,15 +104,15 @@ class SpanFile:
         self._place += 1
 
     def runs(self, kind: Kind, *, since: float) -> None:
-        """Set the start of the running span of ``kind`` beside the main one, 0 for none, in the next state."""
-        self._beside[_KIND[kind]] = since
+        """Set the start of the running background span of ``kind``, 0 for none, in the next state."""
+        self._background[_KIND[kind]] = since
 
     def keep(self, main: Span, *, ended: bool = False) -> None:
         """Write the state. main: the running main span, with the current time as its end."""
         self._states += 1
         what = (_KIND[main.kind], _WAIT[main.waits], ended, main.step, main.version)
         _STATE.pack_into(self._buffer, 0, self._states, self._began, main.end, main.begin, *what)
-        for number, seconds in enumerate((self._seconds[:_MANY], self._seconds[_MANY:], self._beside)):
+        for number, seconds in enumerate((self._seconds[:_MANY], self._seconds[_MANY:], self._background)):
             _SECONDS.pack_into(self._buffer, _STATE.size + number * _SECONDS.size, *seconds)
         _SUM.pack_into(self._buffer, _STATE_BYTES, zlib.crc32(memoryview(self._buffer)[:_STATE_BYTES]))
         self._put(self._buffer, _STATE_AT[self._states % 2])
@@ -163,15 +163,15 @@ def read_recording(path: Path) -> Recording | None:
     state = max((_state_of(data, at) for at in _STATE_AT), key=lambda state: state.number)
     if head is None or not state.number:
         return None
-    main, beside = _records_of(data, head)
+    main, background = _records_of(data, head)
     begin = max(main[-1].end, state.since) if main else state.since
     if not state.ended and (state.seen > begin or not main):
         main.append(
             _span(head, state.kind, state.waits, step=state.step, version=state.version, begin=begin, end=state.seen)
         )
-    for index, begin in enumerate(state.beside[: len(head.kinds)]):
+    for index, begin in enumerate(state.background[: len(head.kinds)]):
         if begin:
-            beside.append(_span(head, index, 0, step=-1, version=-1, begin=begin, end=max(begin, state.seen)))
+            background.append(_span(head, index, 0, step=-1, version=-1, begin=begin, end=max(begin, state.seen)))
     if not main:
         return None
     seconds = {kind: spent for kind, spent in zip(head.kinds, state.kinds, strict=False) if spent}
@@ -181,7 +181,7 @@ def read_recording(path: Path) -> Recording | None:
         index=head.index,
         attempt=head.attempt,
         main=_without_gaps(main),
-        beside=sorted(beside, key=_begin_of),
+        background=sorted(background, key=_begin_of),
         killed=not state.ended,
     )
     return Recording(
@@ -205,7 +205,7 @@ class _State(NamedTuple):
     version: int = -1
     kinds: Sequence[float] = ()
     reasons: Sequence[float] = ()
-    beside: Sequence[float] = ()
+    background: Sequence[float] = ()
 
 
 def _head_of(data: bytes) -> _Head | None:
@@ -231,15 +231,16 @@ def _state_of(data: bytes, at: int) -> _State:
 
 
 def _records_of(data: bytes, head: _Head) -> tuple[list[Span], list[Span]]:
-    """Return the intact main spans of the ring, and the intact spans beside them, in order."""
+    """Return the intact main spans of the ring, and the intact background spans, in order."""
     found: list[tuple[int, bool, Span]] = []
     for at in range(_RING_AT, len(data) - _RECORD.size + 1, _RECORD.size):
-        number, kind, waits, beside, step, version, begin, end, checksum = _RECORD.unpack_from(data, at)
+        number, kind, waits, background, step, version, begin, end, checksum = _RECORD.unpack_from(data, at)
         if number and zlib.crc32(data[at : at + _RECORD.size - _SUM.size]) == checksum:
             span = _span(head, kind, waits, step=step, version=version, begin=begin, end=end)
-            found.append((number, bool(beside), span))
+            found.append((number, bool(background), span))
     found.sort(key=lambda record: record[0])
-    return [span for _, beside, span in found if not beside], [span for _, beside, span in found if beside]
+    main = [span for _, background, span in found if not background]
+    return main, [span for _, background, span in found if background]
 
 
 def _span(head: _Head, kind: int, waits: int, *, step: int, version: int, begin: float, end: float) -> Span:

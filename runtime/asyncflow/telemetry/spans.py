@@ -2,8 +2,8 @@
 
 A process has one recorder, which writes ``DIR/spans/ROLE-INDEX-ATTEMPT.spans`` (``span_file``). At any time it has
 exactly one *main* span: ``enter`` ends it and begins the next one; ``main`` returns to the previous one afterwards.
-Other spans run *beside* it. Overlapping ones of one kind are merged: the span begins with the first and ends with the
-last. A recorder without a file records nothing, so callers need not check whether there is one.
+Other spans run in the *background*. Overlapping ones of one kind are merged: the span begins with the first and ends
+with the last. A recorder without a file records nothing, so callers need not check whether there is one.
 
 Invariants: the main spans of a process fill its life without a gap. The time after the last record of a killed process
 is shown as idle with the reason "lost". The clock is ``clock.now``.
@@ -65,7 +65,7 @@ class Spans:
         self._waits = ""
         self._step = self._version = -1
         self._since = now() if began is None else began
-        self._beside: dict[Kind, list[Span]] = {}
+        self._background: dict[Kind, list[Span]] = {}
         self._cpu: float | None = None
         self._file: SpanFile | None = None
         if path is None:
@@ -113,13 +113,13 @@ class Spans:
             self.enter(before[0], waits=before[1], step=before[2], version=before[3])
 
     @contextmanager
-    def beside(self, kind: Kind, *, step: int = -1, version: int = -1) -> Iterator[None]:
-        """Record the body beside the main span. Overlapping bodies of one kind form one span, named by the first."""
+    def background(self, kind: Kind, *, step: int = -1, version: int = -1) -> Iterator[None]:
+        """Record the body as a background span. Overlapping bodies of one kind form one span, named by the first."""
         if self._file is None:
             yield
             return
         with self._lock:
-            running = self._beside.setdefault(kind, [])
+            running = self._background.setdefault(kind, [])
             now = self._now()
             running.append(Span(kind=kind, begin=now, end=now, step=step, version=version))
             if len(running) == 1:
@@ -132,15 +132,15 @@ class Spans:
                 span = running.pop()
                 if not running:
                     self._file.runs(kind, since=0.0)
-                    self._file.add(msgspec.structs.replace(span, end=self._now()), beside=True)
+                    self._file.add(msgspec.structs.replace(span, end=self._now()), background=True)
                     self._keep()
 
     def note(self, kind: Kind, *, begin: float, end: float, step: int = -1, version: int = -1) -> None:
-        """Record an ended span beside the main span."""
+        """Record an ended background span."""
         if self._file is None:
             return
         with self._lock:
-            self._file.add(Span(kind=kind, begin=begin, end=end, step=step, version=version), beside=True)
+            self._file.add(Span(kind=kind, begin=begin, end=end, step=step, version=version), background=True)
             self._keep()
 
     def serve(self, *, waits: str) -> None:
@@ -182,7 +182,7 @@ class Spans:
         span = self._main(now)
         self._since = span.end
         if self._file is not None and span.seconds > 0:
-            self._file.add(span, beside=False)
+            self._file.add(span, background=False)
 
     def _keep(self, *, ended: bool = False) -> None:
         if self._file is not None:

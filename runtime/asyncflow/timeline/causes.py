@@ -138,14 +138,14 @@ class _Change(NamedTuple):
     sign: int
     track: Track
     span: Span
-    beside: bool
+    background: bool
 
 
 def _reasons_of(timeline: Timeline) -> Mapping[tuple[str, str], _Reasons]:
     changes = [
-        _Change(at, sign, track, span, beside)
+        _Change(at, sign, track, span, background)
         for track in timeline.tracks
-        for spans, beside in ((track.main, False), (track.beside, True))
+        for spans, background in ((track.main, False), (track.background, True))
         for span in spans
         for at, sign in ((span.begin, 1), (span.end, -1))
     ]
@@ -166,7 +166,7 @@ class _State:
 
     idle: number of processes by role and by what they wait for; generating, training, evaluating, publishing: the step
     of each active process, by name; computing: role of each other computing process, by name; starting, lost: role of
-    each process, by name; beside: number of spans by role and kind.
+    each process, by name; background: number of background spans by role and kind.
     """
 
     driven: bool
@@ -178,16 +178,16 @@ class _State:
     computing: dict[str, str] = field(default_factory=dict)
     starting: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    beside: Counter[tuple[str, Kind]] = field(default_factory=Counter)
+    background: Counter[tuple[str, Kind]] = field(default_factory=Counter)
     swapping: int = 0
 
     def apply(self, change: _Change) -> None:
         """Apply a change."""
         track, span, sign = change.track, change.span, change.sign
-        if change.beside and span.kind == "publish":
+        if change.background and span.kind == "publish":
             _put(self.publishing, track.name, span.step, sign)
-        elif change.beside:
-            _count(self.beside, (track.role, span.kind), sign)
+        elif change.background:
+            _count(self.background, (track.role, span.kind), sign)
         elif span.kind == "idle":
             _count(self.idle, (track.role, span.waits), sign)
             if span.waits in ("lost", "start"):
@@ -229,7 +229,7 @@ class _State:
 
     def _served(self) -> IdleReason:
         """Return the reason why a process is idle that only serves requests."""
-        if self.generating or self.training or self.computing or self.beside[ROLLOUT, "reward"]:
+        if self.generating or self.training or self.computing or self.background[ROLLOUT, "reward"]:
             return IdleReason("starved")
         if self.evaluating:
             return IdleReason("evaluation")
@@ -240,7 +240,7 @@ class _State:
 
     def _without_samples(self, role: str) -> IdleReason:
         """Return the reason why the trainer, or a task, has no samples."""
-        if self.beside[role, "fetch"]:
+        if self.background[role, "fetch"]:
             return IdleReason("data plane")
         if self.generating:
             without = self.idle[ROLLOUT, "claim"]
@@ -252,7 +252,7 @@ class _State:
             return IdleReason("starved", self._one(others, next(iter(others.values()))))
         if self.idle[ROLLOUT, "delivery"] or self.idle[ROLLOUT, "fetch"]:
             return IdleReason("data plane")
-        if self.swapping or self.idle[ROLLOUT, "weights"] or self.publishing or self.beside[ROLLOUT, "receive"]:
+        if self.swapping or self.idle[ROLLOUT, "weights"] or self.publishing or self.background[ROLLOUT, "receive"]:
             return IdleReason("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
         if self.evaluating:
             return IdleReason("evaluation")
@@ -277,7 +277,7 @@ class _State:
             if limited or self.idle[DRIVER, "dispatched"]:
                 return IdleReason(held if limited else "tail", self._one(self.training, TRAINER))
             return IdleReason("data plane", DRIVER)
-        if self.publishing or self.swapping or self.idle[ROLLOUT, "weights"] or self.beside[ROLLOUT, "receive"]:
+        if self.publishing or self.swapping or self.idle[ROLLOUT, "weights"] or self.background[ROLLOUT, "receive"]:
             return IdleReason("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
         if self._rewarding:
             return IdleReason("reward")
@@ -290,11 +290,11 @@ class _State:
 
     @property
     def _rewarding(self) -> bool:
-        return bool(self.beside[ROLLOUT, "reward"] or self.idle[ROLLOUT, "reward"])
+        return bool(self.background[ROLLOUT, "reward"] or self.idle[ROLLOUT, "reward"])
 
     @property
     def _evaluates(self) -> bool:
-        return bool(self.evaluating or self.beside[DRIVER, "evaluation"])
+        return bool(self.evaluating or self.background[DRIVER, "evaluation"])
 
     def _absent(self, role: str) -> IdleReason | None:
         """Return the lost or starting process of ``role`` as the reason, None if there is none."""

@@ -1,8 +1,8 @@
 """A timeline as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
 
 Each role is a process of the trace, and each process of the run is a thread, with one additional thread for each kind
-of span beside its main ones. Source: Trace Event Format (Google, 2016): complete events ``X`` in microseconds, instant
-events ``i``, metadata ``M``.
+of background span. Source: Trace Event Format (Google, 2016): complete events ``X`` in microseconds, instant events
+``i``, metadata ``M``.
 
 Invariant: events of one thread do not overlap, so none is drawn inside another; times count from the first span.
 """
@@ -25,12 +25,12 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     named: set[tuple[int, int]] = set()
     for track in timeline.tracks:
         process, thread = 1 + roles.index(track.role), 1 + track.index * _PER_PROCESS
-        for spans, beside in ((track.main, False), (track.beside, True)):
+        for spans, background in ((track.main, False), (track.background, True)):
             for span in spans:
-                number = thread + (1 + KINDS.index(span.kind) if beside else 0)
+                number = thread + (1 + KINDS.index(span.kind) if background else 0)
                 if (process, number) not in named:
                     named.add((process, number))
-                    called = f"{track.name}: {span.kind}" if beside else track.name
+                    called = f"{track.name}: {span.kind}" if background else track.name
                     events += _named(process, number, role=track.role, called=called)
                 events.append(_event(span, process=process, thread=number, zero=zero, attempt=track.attempt))
     events += [

@@ -1,7 +1,7 @@
 """Spans on tracks: the activities of each process of a run over time, and why it was idle; for real and simulated runs.
 
 A track is one life of one process. Its *main* spans fill that life without gaps: an activity of the process, or the
-reason why it was idle. Spans *beside* them may overlap them and each other: a version that is received while sequences
+reason why it was idle. *Background* spans may overlap them and each other: a version that is received while sequences
 run, a checkpoint that is written while the next step is trained, a reward that is awaited.
 
 Invariants: the main spans of a track are in order and do not overlap, and their lengths sum to its life. Times are Unix
@@ -122,7 +122,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     attempt: int
     main: Sequence[Span]
-    beside: Sequence[Span] = ()
+    background: Sequence[Span] = ()
     killed: bool = False
 
     @property

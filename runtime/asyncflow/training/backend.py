@@ -139,7 +139,7 @@ class TrainerBackend(ABC):
         """
         return None
 
-    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+    def full_tensors(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield full tensors, gathered from the parts in ``tensors`` of all ranks. Collective.
 
         Used if rank 0 must write everything. By default no tensor is sharded.

@@ -152,7 +152,7 @@ class SlotPrefetcher:
         settings, patience = self._settings, self._settings.patience_s
         what = f"slot {number} of step {step}"
         slot: Slot | None = None
-        with self._meter.spans.beside("claim", step=step):
+        with self._meter.spans.background("claim", step=step):
             while slot is None:
                 slot = await retry(
                     lambda: self._request(step, number, tokens),
@@ -162,7 +162,7 @@ class SlotPrefetcher:
         rows, columns = slot.rows, [*COLUMNS, settings.decided, *settings.extra_columns]
         if not rows:
             return FilledSlot(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
-        with self._meter.spans.beside("fetch", step=step):
+        with self._meter.spans.background("fetch", step=step):
             fetched = await retry(
                 lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
             )

@@ -148,7 +148,7 @@ class Publication:
 
     async def _publish(self, copying: asyncio.Future[Copied]) -> None:
         started = time.monotonic()
-        with self._spans.beside("publish", step=self._step, version=self._step):
+        with self._spans.background("publish", step=self._step, version=self._step):
             copied = await copying
             part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
             self._digested(part)

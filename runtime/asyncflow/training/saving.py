@@ -163,7 +163,7 @@ class Saver:
         thread = self._thread if self._checkpoints.shared else self._compute
         saving = partial(self._write, manifest, write, versions, unsynced=await self._sync())
         try:
-            with self._spans.beside("checkpoint", step=manifest.step, version=manifest.step):
+            with self._spans.background("checkpoint", step=manifest.step, version=manifest.step):
                 await asyncio.get_running_loop().run_in_executor(thread, saving)
         except DiskError as error:
             self.newest = self.committed
@@ -216,7 +216,7 @@ class Saver:
         if not shared and step >= self._publication.began_at:
             probe = {name: tensor for name, tensor in slices.items() if is_probe(name)}
             weights = {name: tensor for name, tensor in slices.items() if name not in probe}
-            slices = {**{name: array for name, array in self._backend.whole(weights) if first}, **probe}
+            slices = {**{name: array for name, array in self._backend.full_tensors(weights) if first}, **probe}
         if shared or first:
             Publication.save(folder, step, slices, rank=self._checkpoints.group.rank)
 

@@ -195,7 +195,7 @@ class Holder:
         """Return the packed versions that are held here and may be wanted, in order."""
         return tuple(version.packed for version in sorted(self.copies.keys() - self._unwanted))
 
-    def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
+    def receive(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
         """Process a heartbeat's reply: the catalogue, if it has changed, and the versions to announce in full."""
         if broadcast is not None:
             self.view = msgspec.msgpack.decode(broadcast, type=CatalogueView)

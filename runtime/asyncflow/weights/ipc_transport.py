@@ -56,7 +56,7 @@ class IpcTransport(PlacedTransport):
             [bound],
             most=_MOST,
             share=1.0,
-            meet=self._send_descriptor,
+            handshake=self._send_descriptor,
             connected=lambda: 0,
             make_room=lambda: False,
             refused=lambda refused: _log.warning("memory of weights is not passed to a peer: %s", refused),

@@ -95,7 +95,7 @@ class _Group:
         """Grant every permit that is allowed now."""
         supply = self._fleet if self._supply is None else self._supply()
         for worker in self.permits.grant(supply, now=now):
-            log.debug("%s may change its weights; %d workers hold a permit", worker, len(self.permits.out))
+            log.debug("%s may change its weights; %d workers hold a permit", worker, len(self.permits.granted))
             if (asking := self.asking.pop(worker, None)) is not None and not asking.done():
                 asking.set_result(None)
 

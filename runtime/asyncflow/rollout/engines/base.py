@@ -202,7 +202,7 @@ class GenerationRequest:
         return self.purpose, self.key
 
     @property
-    def begun(self) -> int:
+    def prior_tokens(self) -> int:
         """Number of tokens of the response that already exist."""
         return len(self.continues)
 
@@ -218,8 +218,9 @@ class GenerationRequest:
             raise ManifestError(f"max_tokens={self.max_tokens}, temperature={self.temperature}", where=where)
         if not self.prompt_ids:
             raise ManifestError("the prompt has no tokens", where=where)
-        if self.begun >= self.max_tokens:
-            raise ManifestError(f"a response of at most {self.max_tokens} tokens already has {self.begun}", where=where)
+        if self.prior_tokens >= self.max_tokens:
+            what = f"a response of at most {self.max_tokens} tokens already has {self.prior_tokens}"
+            raise ManifestError(what, where=where)
         if len(self.prompt_ids) + self.max_tokens > max_length:
             raise ManifestError(
                 f"{len(self.prompt_ids)} prompt tokens and {self.max_tokens} new ones exceed {max_length}",

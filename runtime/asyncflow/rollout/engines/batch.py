@@ -92,7 +92,7 @@ class Sequence:
     @property
     def made(self) -> int:
         """Number of tokens drawn by this engine."""
-        return len(self._ids) - self.request.begun
+        return len(self._ids) - self.request.prior_tokens
 
     def token(self, position: int) -> int | None:
         """Return the token at a position of the response, None if it is not drawn yet."""
@@ -148,10 +148,10 @@ class Sequence:
         )
 
     def _mask(self, tokens: int) -> NDArray[np.bool_] | None:
-        begun = self.request.continues
-        if begun.loss_mask is None:
+        partial = self.request.continues
+        if partial.loss_mask is None:
             return None
-        return np.append(begun.loss_mask, np.ones(max(0, tokens - len(begun)), np.bool_))[:tokens]
+        return np.append(partial.loss_mask, np.ones(max(0, tokens - len(partial)), np.bool_))[:tokens]
 
 
 class _Kept(NamedTuple):
@@ -296,7 +296,7 @@ class DecodeBatch:
 
     def _prefill(self, ids: tuple[int, ...]) -> Prefix:
         self.prefilled += 1
-        with self._spans.beside("prefill"):
+        with self._spans.background("prefill"):
             return self._model.prefill(ids)
 
     def _draw(self) -> list[Sequence]:

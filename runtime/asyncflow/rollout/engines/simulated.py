@@ -107,7 +107,7 @@ class _Sequence:
 
     def length(self, at: float) -> int:
         """Return the number of tokens at a time, including the prompt and the start of the response."""
-        return len(self.request.prompt_ids) + self.request.begun + self.tokens(at)
+        return len(self.request.prompt_ids) + self.request.prior_tokens + self.tokens(at)
 
     def stale(self, at: float) -> int:
         """Return the number of tokens made, by a time, after the sequence was first carried over."""
@@ -244,8 +244,8 @@ class SimulatedEngine(RolloutEngine):
         if self.version is None or self._closed:
             raise Refused("the engine is closed" if self._closed else "no weights were loaded yet", where="generate")
         drawn = self._lengths.of(request.key, seed=request.seed, most=request.max_tokens, turn=request.turn)
-        length = max(request.begun + 1, drawn)
-        left = length - request.begun
+        length = max(request.prior_tokens + 1, drawn)
+        left = length - request.prior_tokens
         sequence = _Sequence(request, left=left, version=self.version)
         self._waiting[sequence] = None
         self._admit()
@@ -289,7 +289,7 @@ class SimulatedEngine(RolloutEngine):
         request = sequence.request
         kept = self._kept.pop(request.name, None)
         prefill_s = self._set.prefill_s if kept is None else 0.0
-        prefill_s += max(0, request.begun - (kept or 0)) * self._set.recompute_s
+        prefill_s += max(0, request.prior_tokens - (kept or 0)) * self._set.recompute_s
         seconds = (prefill_s + tokens * self._set.token_s) * self._set.time_scale
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
@@ -298,7 +298,7 @@ class SimulatedEngine(RolloutEngine):
         """Return ``length`` tokens that follow the start of the response."""
         request = sequence.request
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
-        numbers = uniforms(state, request.begun + np.arange(length))
+        numbers = uniforms(state, request.prior_tokens + np.arange(length))
         return Completion(
             ids=(numbers * self._set.vocab).astype(np.int32),
             logprobs=np.full(length, -math.log(self._set.vocab), dtype=np.float32),

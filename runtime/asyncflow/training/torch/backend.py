@@ -518,7 +518,7 @@ class TorchBackend(TrainerBackend):
                 PublishedSlice(array=array, offset=shard.box.offset, shape=shard.shape) if shard.sharded else array,
             )
 
-    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+    def full_tensors(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
         """See the base class: gathers one tensor after another, on every rank."""
         arrays = {name: one.array if isinstance(one, PublishedSlice) else one for name, one in tensors.items()}
         rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in arrays.values()) else np.float32

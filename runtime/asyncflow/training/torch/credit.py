@@ -42,7 +42,7 @@ def assign_credit(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *
         counted=batch.counted(),
         penalty=penalty,
     )
-    return batch.with_advantages(loss.algorithm.credit(step, everywhere=partial(gather_rows, group)))
+    return batch.with_advantages(loss.algorithm.credit(step, all_gather=partial(gather_rows, group)))
 
 
 def _double(column: Jagged) -> torch.Tensor:

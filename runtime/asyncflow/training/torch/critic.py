@@ -136,7 +136,7 @@ def add_estimates(
         batch.required_outcomes(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
     )
     if algorithm.options.whiten:
-        advantages = whitened(advantages, counted, everywhere=partial(gather_rows, group))
+        advantages = whitened(advantages, counted, all_gather=partial(gather_rows, group))
     valued = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
     return valued.with_advantages(advantages.astype(np.float32))
 

@@ -147,7 +147,7 @@ def shown(
     width: length in seconds below which spans are joined, 0 for the window divided by ``COLUMNS``; columns: most
     columns into which the window is divided, which limits ``width`` from below.
 
-    A track's ``main`` and ``beside`` have the columns k: index of the kind; t: begin in seconds after ``zero``; d:
+    A track's ``main`` and ``background`` have the columns k: index of the kind; t: begin in seconds after ``zero``; d:
     length in seconds; s: step; v: version; c: index of the cause; b: index of the awaited process; n: number of joined
     spans. ``from``: begin of the answer.
     """
@@ -164,7 +164,7 @@ def shown(
             "attempt": track.attempt,
             "killed": track.killed,
             "main": window.main(track.main),
-            "beside": window.beside(track.beside),
+            "background": window.background(track.background),
         }
         for track in timeline.tracks
         if track.end > low and track.begin < high
@@ -218,8 +218,8 @@ class _Columns:
             rows.append(self._row(_dominant(short), since, min(short[-1].end, high), len(short)))
         return _by_name(rows)
 
-    def beside(self, spans: Iterable[Span]) -> dict[str, list[float]]:
-        """Return the spans beside the main ones; short spans of the same kind at short distances are joined."""
+    def background(self, spans: Iterable[Span]) -> dict[str, list[float]]:
+        """Return the background spans; short spans of the same kind at short distances are joined."""
         rows: list[tuple[float, ...]] = []
         last: dict[str, tuple[Span, float, float, int]] = {}
         for span in spans:
@@ -261,8 +261,8 @@ def _dominant(short: Sequence[Span]) -> Span:
 def _since(track: Track, settled: float) -> Track:
     """Return a track without the spans that ended before a time."""
     first = max(0, bisect_right(track.main, settled, key=_begin) - 1)
-    beside = [span for span in track.beside if span.end > settled]
-    return msgspec.structs.replace(track, main=track.main[first:], beside=beside)
+    background = [span for span in track.background if span.end > settled]
+    return msgspec.structs.replace(track, main=track.main[first:], background=background)
 
 
 def _seamed(old: Sequence[Span], new: Sequence[Span], at: float) -> list[Span]:

@@ -175,13 +175,13 @@ class _Open:
         if finish is None or len(content) < len(ids):
             what = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
             raise AsyncFlowError(f"vLLM's answer is incomplete: {what}", where="rollout.engine")
-        begun = self.request.continues
+        partial = self.request.continues
         if stops is not None:
-            turn = begun.ids[self.request.turn :].tolist()
+            turn = partial.ids[self.request.turn :].tolist()
             ends = (end for end in range(1, len(ids) + 1) if stops.met([*turn, *ids[:end]]))
             if (end := next(ends, None)) is not None:
                 ids, finish = ids[:end], "stop"
-        return begun.extended_by(_completion_of(ids, content, self.marks, finish=finish))
+        return partial.extended_by(_completion_of(ids, content, self.marks, finish=finish))
 
 
 class VllmEngine(RolloutEngine):
@@ -522,11 +522,11 @@ def _request_body(open_: _Open) -> dict[str, Any]:
     vLLM draws the rest with its own random numbers, seeded by the sample and the length of the existing part.
     """
     request = open_.request
-    begun = request.continues.ids.tolist()
+    partial = request.continues.ids.tolist()
     sampling = {
-        "max_tokens": request.max_tokens - len(begun),
+        "max_tokens": request.max_tokens - len(partial),
         "temperature": request.temperature,
-        "seed": ((stream(seed=request.seed, key=request.key) >> 1) + len(begun)) % 2**63,
+        "seed": ((stream(seed=request.seed, key=request.key) >> 1) + len(partial)) % 2**63,
         "logprobs": 0,
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,
@@ -535,7 +535,7 @@ def _request_body(open_: _Open) -> dict[str, Any]:
         "skip_special_tokens": False,
         "detokenize": bool(request.stop_texts),
     }
-    return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *begun], "sampling_params": sampling}
+    return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *partial], "sampling_params": sampling}
 
 
 def _completion_of(

@@ -1,4 +1,4 @@
-// The timeline: one row for each process, with its main spans as bars and the spans beside them as thin lines below.
+// The timeline: one row for each process, with its main spans as bars and the background spans as thin lines below.
 
 const ROW = 20, BAR = 13, AXIS = 22;
 /** Timeout of a request for spans. Reading 100,000 spans takes half a second of one core, and longer on a busy machine. */
@@ -72,8 +72,8 @@ class Tracks {
     const query = new URLSearchParams(Object.entries(window)).toString();
     const answer = await this.ask(`/v1/page/timeline${query ? `?${query}` : ""}`, READ_MS);
     for (const track of answer.tracks) {
-      const { main, beside } = track;
-      for (const part of [main, beside]) part.t = part.t.map((t) => t + answer.zero);
+      const { main, background } = track;
+      for (const part of [main, background]) part.t = part.t.map((t) => t + answer.zero);
       track.begin = main.t[0] ?? 0;
       track.end = main.t.length ? main.t.at(-1) + main.d.at(-1) : 0;
       track.versions = [...new Set(main.v.filter((v, i) => v >= 0 && answer.kinds[main.k[i]] === "generate"))].sort((a, b) => a - b);
@@ -88,7 +88,7 @@ class Tracks {
     for (const track of newer.tracks) {
       const old = tracks.get(nameOf(track));
       if (!old) { tracks.set(nameOf(track), track); continue; }
-      for (const part of ["main", "beside"]) old[part] = joined(old[part], track[part], cut);
+      for (const part of ["main", "background"]) old[part] = joined(old[part], track[part], cut);
       old.versions = [...new Set([...old.versions, ...track.versions])].sort((a, b) => a - b);
       Object.assign(old, { end: track.end || old.end, killed: track.killed });
     }
@@ -167,7 +167,7 @@ class Tracks {
     if (!row) { say(this.readout, seconds(at - this.whole.begin)); return; }
     const source = this.source;
     for (const track of row.lives) {
-      const part = y % ROW > BAR + 2 ? "beside" : "main";
+      const part = y % ROW > BAR + 2 ? "background" : "main";
       const i = found(track[part], at, part === "main");
       if (i >= 0) { say(this.readout, this.words(source, track, track[part], i)); return; }
     }
@@ -247,7 +247,7 @@ class Tracks {
   }
 
   bars(pen, source, track, top, width, palette) {
-    const { main, beside } = track, { begin, end } = this.window, x = this.x;
+    const { main, background } = track, { begin, end } = this.window, x = this.x;
     for (let i = Math.max(0, found(main, begin, true)); i < main.t.length && main.t[i] < end; i++) {
       const from = Math.max(0, x(main.t[i])), to = Math.min(width, x(main.t[i] + main.d[i]));
       const kind = source.kinds[main.k[i]], idle = kind === "idle";
@@ -260,10 +260,10 @@ class Tracks {
         pen.fillText(String(number), from + 3, top + 1 + BAR / 2, to - from - 4);
       }
     }
-    for (let i = 0; i < beside.t.length; i++) {
-      const from = x(beside.t[i]), to = x(beside.t[i] + beside.d[i]);
+    for (let i = 0; i < background.t.length; i++) {
+      const from = x(background.t[i]), to = x(background.t[i] + background.d[i]);
       if (to < 0 || from > width) continue;
-      pen.fillStyle = this.colour(source, beside, i, palette);
+      pen.fillStyle = this.colour(source, background, i, palette);
       pen.fillRect(from, top + BAR + 2.5, Math.max(1, to - from), 2.5);
     }
     if (track.killed) {
@@ -305,7 +305,7 @@ class Tracks {
   legend(source) {
     const { mode } = this, used = new Set();
     for (const track of source.tracks) {
-      for (const part of [track.main, track.beside]) {
+      for (const part of [track.main, track.background]) {
         part.k.forEach((k, i) => {
           const kind = source.kinds[k];
           if (mode === "cause") used.add(kind === "idle" ? source.causes[part.c[i]] || "not known" : "at work");
