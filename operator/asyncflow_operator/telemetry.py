@@ -46,28 +46,36 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.reconciles = self._counter("reconciles", "reconciles by outcome", "kind", "outcome")
+        self.reconciles = self._counter("reconciles", "reconciles by kind of object and outcome", "kind", "outcome")
         self.reconcile_seconds = self._histogram(
             "reconcile_seconds", "time of a reconcile, including its writes", "kind"
         )
         self.decide_seconds = self._histogram("decide_seconds", "processor time of a decision", "kind")
-        self.wait_seconds = self._histogram("wait_seconds", "time that a due object waited for a worker")
-        self.worklist = self._gauge("worklist_count", "objects that wait, due now or in the future")
-        self.oldest_seconds = self._gauge("worklist_oldest_seconds", "waiting time of the object that is due longest")
-        self.objects = self._gauge("objects_count", "custom resources", "kind")
-        self.jobs = self._gauge("jobs_count", "jobs", "phase")
+        self.wait_seconds = self._histogram("wait_seconds", "time that a due object waited for its reconcile")
+        self.worklist = self._gauge("worklist_count", "waiting objects, including those that are due later")
+        self.oldest_seconds = self._gauge("worklist_oldest_seconds", "longest waiting time of a due object")
+        self.objects = self._gauge("objects_count", "objects of the three kinds", "kind")
+        self.jobs = self._gauge("jobs_count", "jobs, by phase", "phase")
         self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs without progress")
-        self.degraded = self._gauge("degraded_count", "degraded queues and publishers that belong to no job", "kind")
-        self.pods = self._gauge("pods_count", "pods", "role", "phase")
-        self.budget_used = self._gauge("restart_budget_used_ratio", "largest used share of any job's budget", "role")
-        self.actions = self._counter("actions", "actions carried out", "action", "outcome")
-        self.api_requests = self._counter("api_requests", "calls to the API server", "verb", "resource", "code")
-        self.api_seconds = self._histogram("api_seconds", "time of a call to the API server", "verb")
-        self.probes = self._counter("probes", "status requests to drivers", "outcome")
-        self.probe_seconds = self._histogram("probe_seconds", "time of a status request to a driver")
-        self.leads = self._gauge("leads_flag", "1 while this process leads")
-        self.loop_lag = self._gauge("loop_lag_seconds", "delay of the event loop when last measured")
-        self.watch_age = self._gauge("watch_age_seconds", "time since the last message, of the most silent watch")
+        self.degraded = self._gauge(
+            "degraded_count", "TransferQueues and WeightSyncs that stand alone and have the condition Degraded", "kind"
+        )
+        self.pods = self._gauge("pods_count", "pods, by role and phase", "role", "phase")
+        self.budget_used = self._gauge(
+            "restart_budget_used_ratio",
+            "largest used share of a job's restart budget; no series for a role without restarts",
+            "role",
+        )
+        self.actions = self._counter("actions", "executed actions", "action", "outcome")
+        self.api_requests = self._counter("api_requests", "requests to the API server", "verb", "resource", "code")
+        self.api_seconds = self._histogram("api_seconds", "duration of a request to the API server", "verb")
+        self.probes = self._counter("probes", "requests for the status of drivers", "outcome")
+        self.probe_seconds = self._histogram("probe_seconds", "duration of a request for the status of a driver")
+        self.leads = self._gauge("leads_flag", "1 in the leading replica")
+        self.loop_lag = self._gauge("loop_lag_seconds", "delay of the event loop at the last measurement")
+        self.watch_age = self._gauge(
+            "watch_age_seconds", "time since the last message, for the watch that was silent longest"
+        )
 
     def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
         """Count one reconcile."""

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import promql_parser as promql
 import pytest
@@ -17,6 +17,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
 from asyncflow.api.names import LABEL_QUEUE, LABEL_SYNC
 from asyncflow.rpc.server import RpcCounters
+from asyncflow.rpc.tls import Reason
 from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,
@@ -128,25 +129,46 @@ def test_what_is_asked_for_is_emitted(expression: str) -> None:
         assert labels <= series[name] | SCRAPED, f"{name} has no {labels - series[name] - SCRAPED}"
 
 
-def documented() -> dict[str, set[str]]:
-    """Return the metrics of the page by name, each with its labels; ROLE stands for those that count their calls."""
-    found: dict[str, set[str]] = {}
-    for name, labels in re.findall(r"`(asyncflow_\w+)(?:{([\w, ]+)})?`", PAGE.read_text()):
-        for role in ("driver", "controller", "storage") if "ROLE" in name else ("",):
-            found[name.replace("ROLE", role)] = set(labels.split(", ")) if labels else set()
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+
+def documented() -> dict[str, tuple[str, set[str], str]]:
+    """Return type, labels and text of the metrics of the page by name; ROLE stands for the roles above its table."""
+    found: dict[str, tuple[str, set[str], str]] = {}
+    roles: list[str] = []
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("ROLE is "):
+            roles = re.findall(r"`(\w+)`", line)
+        elif row := re.fullmatch(r"\| `(asyncflow_\w+)(?:{([\w, ]+)})?` \| (\w+) \| (.+) \|", line):
+            name, labels, kind, text = row.groups()
+            for role in roles if "ROLE" in name else ("",):
+                shown = kind, set(labels.split(", ")) if labels else set(), LINK.sub(r"\1", text).replace("`", "")
+                assert found.setdefault(name.replace("ROLE", role), shown) is shown
     return found
 
 
-def test_the_page_has_every_metric_with_its_labels() -> None:
+def test_the_page_has_every_metric_with_its_type_labels_and_help() -> None:
     shown = documented()
     series = emitted()
     families = {family.name: family for registry in registries() for family in registry.collect()}
     own = {
-        f"{name}_total" if family.type == "counter" else name: series[names(family)[0]] - {"le"}
+        f"{name}_total" if family.type == "counter" else name: (
+            family.type,
+            series[names(family)[0]] - {"le"},
+            family.documentation,
+        )
         for name, family in families.items()
         if name.startswith("asyncflow_")
     }
     assert shown == own
+
+
+def test_the_page_has_every_reason_of_a_refusal() -> None:
+    (line,) = re.findall(r"^The reasons of refusals are (.*?)\.", PAGE.read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line)) == {
+        "access",
+        *(name for part in get_args(Reason) for name in get_args(part)),
+    }
 
 
 SHOWN: dict[str, dict[str, set[str]]] = {
