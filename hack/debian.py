@@ -1,4 +1,4 @@
-"""Libraries and programs for the tests of the queue's back ends, from Debian packages if the machine lacks them.
+"""Libraries and programs for the tests of the queue's backends, from Debian packages if the machine lacks them.
 
     python hack/debian.py          # prints LD_LIBRARY_PATH and PATH as shell assignments
 

@@ -1,4 +1,4 @@
-"""The two loops of the comparison: the trainer's back end, and a plain loop that does only the same computation.
+"""The two loops of the comparison: the trainer's backend, and a plain loop that does only the same computation.
 
 Both compute the log-probs of every token of equally long documents, their clipped policy gradient, and its backward
 pass. The plain loop is a minimal script for one model on one device: it has no queue, packs or metrics, and its weights
@@ -106,7 +106,7 @@ class PlainLoop:
 
 
 class TrainerLoop:
-    """The back end ``torch``, used as a rank uses it, with one pack per micro-batch.
+    """The backend ``torch``, used as a rank uses it, with one pack per micro-batch.
 
     weights: the dtype of the weights in memory.
     """

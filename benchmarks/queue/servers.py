@@ -1,4 +1,4 @@
-"""The processes of a stand-alone queue on this machine: controllers, units, and the processes of its back end.
+"""The processes of a stand-alone queue on this machine: controllers, units, and the processes of its backend.
 
 Invariant: at the end of the context, all started processes are ended by their ids, and their folder is removed.
 """

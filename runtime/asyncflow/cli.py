@@ -485,7 +485,7 @@ def queue() -> None:
     "--backend",
     default="memory",
     show_default=True,
-    help="Back end that stores the bytes: memory, mooncake, redis, or one of another package.",
+    help="Backend that stores the bytes: memory, mooncake, redis, or one of another package.",
 )
 @click.option("--name", default="queue", show_default=True, help="The queue's name.")
 @_port

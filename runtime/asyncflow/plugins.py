@@ -1,4 +1,4 @@
-"""Loader of plug-ins (engines, back ends, transports), found by entry point, both built-in and third-party ones.
+"""Loader of plug-ins (engines, backends, transports), found by entry point, both built-in and third-party ones.
 
 Invariants: no module of a plug-in is imported before the plug-in is loaded by name. An option in the manifest that its
 plug-in does not define is refused with an error message.

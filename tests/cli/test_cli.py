@@ -347,7 +347,7 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
     for words, said in (
         ((), "there is no checkpoint yet. Give another run, or step 0"),
         (("--step", "best"), "no checkpoint is known to be the best: only a run with"),
-        (("--step", "0"), "the back end counting trains no model"),
+        (("--step", "0"), "the backend counting trains no model"),
     ):
         assert said in refused(capsys, *export, target, *words)
     assert not target.exists()

@@ -67,3 +67,7 @@ def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None
         known = {"--help", *(flag for each in command.params for flag in (*each.opts, *each.secondary_opts))}
         named = {flag for word in words for flag in re.findall(r"^\[?(--?[a-z][\w-]*)", word)}
         assert isinstance(command, click.Group) or named <= known, f"{page.name}: {command.name} {named - known}"
+
+
+def test_pages_say_backend_as_names_do() -> None:
+    assert [page.name for page in PAGES if re.search(r"\bback[ -]end", page.read_text(), re.IGNORECASE)] == []

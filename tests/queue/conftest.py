@@ -198,7 +198,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryWorld]]:
-    """Yield a world by the name of its back end: one for all tests, so nobody may kill anything in it."""
+    """Yield a world by the name of its backend: one for all tests, so nobody may kill anything in it."""
     worlds: dict[str, MemoryWorld] = {}
 
     def world(name: str) -> MemoryWorld:

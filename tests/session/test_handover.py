@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_back_end_is_refused(handover, tmp_path, file):
     if file is not None:
         (tmp_path / "state.pt").write_bytes(file)
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(CheckpointManifest(attempt=0, step=1, samples=4)))
-    with pytest.raises(CheckpointError, match="another back end"):
+    with pytest.raises(CheckpointError, match="another backend"):
         handover.load(tmp_path, checkpoint=tmp_path)
 
 

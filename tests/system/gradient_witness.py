@@ -1,4 +1,4 @@
-"""The torch back end, with a witness of what each step computed; a rank alone computes all of it in float64.
+"""The torch backend, with a witness of what each step computed; a rank alone computes all of it in float64.
 
 It is written to the folder that ``WITNESS`` names, a file for each step and rank: tokens of each micro-batch as it was
 packed; of a rank alone also the step's gradient; and where the old policy is the lagged one, the gradient that three

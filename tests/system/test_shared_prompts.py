@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, prompts of 100 bytes (a byte is a token), a reward, and the back end as a package."""
+    """A folder with a model, prompts of 100 bytes (a byte is a token), a reward, and the backend as a package."""
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config
 

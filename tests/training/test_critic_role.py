@@ -239,6 +239,6 @@ def test_a_critic_that_sees_other_checkpoints_is_found_out(apart: Apart, tmp_pat
         link.write(other)
 
 
-def test_critics_are_those_of_the_back_end(tiny_folder: Path) -> None:
+def test_critics_are_those_of_the_backend(tiny_folder: Path) -> None:
     assert isinstance(TorchBackend.separate_critic(moving(tiny_folder).settings, folder=tiny_folder), TorchCritic)
     assert critic_of(moving(tiny_folder))

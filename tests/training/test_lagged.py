@@ -48,7 +48,7 @@ def test_log_probs_under_older_weights_are_those_that_a_model_with_them_gives(ti
 
 
 class Watched:
-    """Back ends that keep the weights after each step, and what their log-probs were to be computed with."""
+    """Backends that keep the weights after each step, and what their log-probs were to be computed with."""
 
     def __init__(self) -> None:
         self.made: dict[int, dict[str, np.ndarray]] = {}

@@ -48,7 +48,7 @@ class Rank(SingleProcess):
 
 
 class Scene(SimpleNamespace):
-    """A saver whose queue, disk and back end write down what they do. fails: what each of them raises next."""
+    """A saver whose queue, disk and backend write down what they do. fails: what each of them raises next."""
 
     def __init__(self, compute: ThreadPoolExecutor, *, shared: bool = True, rank: int = 0) -> None:
         self.done: list[str] = []

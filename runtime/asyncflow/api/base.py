@@ -159,7 +159,7 @@ QUALIFIED = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Z
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=63)]
 """A DNS label: the name of an object."""
 PluginName = Annotated[str, StringConstraints(pattern=r"^[a-z][-a-z0-9_.]*$", max_length=63)]
-"""The name of an entry point, such as an engine, a back end or an extractor."""
+"""The name of an entry point, such as an engine, a backend or an extractor."""
 Source = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 """A URI such as ``tiny://...``, ``gym://...``, ``hf://...``, ``pvc://...``, or a path."""
 Text = Annotated[str, StringConstraints(max_length=16384)]

@@ -392,7 +392,7 @@ class RLJobSpec(Spec):
         Frozen(reads="schedule.mode", why="unfinished samples have versions of the old schedule"),
         Frozen(reads="schedule.update", why="unfinished samples have versions of the old schedule"),
         Frozen(reads="schedule.swap_at", why="unfinished samples have versions of the old schedule"),
-        Frozen(reads="trainer.backend.name", why="checkpoints belong to the old back end"),
+        Frozen(reads="trainer.backend.name", why="checkpoints belong to the old backend"),
         Frozen(reads="trainer.external", why="checkpoints belong to the old trainer"),
         Frozen(reads="trainer.lora", why="checkpoints and published versions belong to the old adapters"),
         Frozen(reads="storage.ledger.sync", why="the guarantee holds for the whole ledger"),

@@ -53,7 +53,7 @@ class Profile:
 
     device: its name in torch. resource: its resource name in Kubernetes, "" for none. legal_counts: device counts that
     one process can have; gang_counts: the same if several processes form a gang. image: the runtime image. collective:
-    the torch.distributed back end. files: pattern of its device files in /dev. opened: files in /dev that a process
+    the torch.distributed backend. files: pattern of its device files in /dev. opened: files in /dev that a process
     opens to compute with it; read: other files that the process reads; variables: environment variables that it needs
     in addition to ``env`` and ``visible``. visible: the variable that lists the devices of a process, numbered from 0
     in a container; assigned: the variable with the devices of the host that the vendor's scheduler plug-in chose.

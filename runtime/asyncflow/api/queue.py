@@ -42,7 +42,7 @@ class QueueSpec(Spec):
     """Controllers and storage units."""
 
     backend: PluginName = "memory"
-    """Back end that holds the cells, an entry point of the group ``asyncflow.storage_backends``: ``memory`` (of the
+    """Backend that holds the cells, an entry point of the group ``asyncflow.storage_backends``: ``memory`` (of the
     storage units), ``mooncake`` (Mooncake Store), ``redis``, or a third party's."""
     controllers: Annotated[int, Field(ge=1, le=16)] = 1
     """Controllers, one process each: every one has some of the tasks, and the first has all rows."""
@@ -91,7 +91,7 @@ class QueueSpec(Spec):
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
-        Frozen(reads="backend", why="cells do not move between back ends"),
+        Frozen(reads="backend", why="cells do not move between backends"),
         Frozen(reads="controllers", why="tasks do not move between controllers"),
         Frozen(reads="store", why="cells do not move between stores"),
     )

@@ -15,7 +15,7 @@ from asyncflow.api.placement import AUTO, PROFILES, AcceleratorSpec, ResourcesSp
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ON_CPU: Final = ("transformers", "simulated", "counting")
-"""Engines and back ends that compute on the CPU only."""
+"""Engines and backends that compute on the CPU only."""
 
 
 def devices_are_used(plugin: str) -> Rule:
@@ -96,7 +96,7 @@ class RolloutSpec(Spec):
 
 
 class BackendSpec(Spec):
-    """The trainer's back end: an entry point of the group ``asyncflow.trainer_backends``."""
+    """The trainer's backend: an entry point of the group ``asyncflow.trainer_backends``."""
 
     name: PluginName = "torch"
     """``torch``, ``counting`` (adds one per sample, for tests), or a third party's."""
@@ -109,7 +109,7 @@ class BackendSpec(Spec):
     tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Most tokens of a rank's micro-batch. Absent: as many as fit the device; on the CPU 4,096."""
     options: Options = Field(default_factory=dict)
-    """Settings of the back end."""
+    """Settings of the backend."""
 
 
 def _legal_gang(name: str) -> Rule:
@@ -159,7 +159,7 @@ class TrainerSpec(Spec):
     ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Ranks of one replica, one process each. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)
-    """Back end that trains."""
+    """Backend that trains."""
     lora: LoraSpec | None = None
     """Adapters that are trained, published, checkpointed and exported while the model is unchanged; needs the package
     peft. Absent: all weights are trained."""
@@ -207,14 +207,14 @@ class TrainerSpec(Spec):
             reads=("lora", "backend.name"),
             ok=lambda trainer: trainer.lora is None or trainer.backend.name == "torch",
             cel="!has(self.lora) || self.backend.name == 'torch'",
-            why="only the back end torch trains adapters",
+            why="only the backend torch trains adapters",
             fix="Set backend.name: torch, or remove lora",
         ),
         Rule(
             reads=("backend.precision", "backend.name"),
             ok=lambda trainer: trainer.backend.precision != "bf16-stochastic" or trainer.backend.name == "torch",
             cel="self.backend.precision != 'bf16-stochastic' || self.backend.name == 'torch'",
-            why="only the back end torch rounds stochastically",
+            why="only the backend torch rounds stochastically",
             fix="Set precision: bf16, or backend.name: torch",
         ),
         Rule(

@@ -282,7 +282,7 @@ def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
 
 
 def check_options(job: RLJob, *, source: str) -> None:
-    """Raise ManifestError for options that the engine or the back end does not accept.
+    """Raise ManifestError for options that the engine or the backend does not accept.
 
     source: name of the manifest in errors.
     """
@@ -292,7 +292,7 @@ def check_options(job: RLJob, *, source: str) -> None:
 
 
 def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
-    """Check the options of the engine and of the back end."""
+    """Check the options of the engine and of the backend."""
     engine, backend = spec.rollout.engine, spec.trainer.backend
     for group, kind, plugin, where in (
         ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 EXPIRE_S = 10.0
 LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
-"""Roles that are dismissed last, in this order: the queue, to which other roles return work, and its back ends."""
+"""Roles that are dismissed last, in this order: the queue, to which other roles return work, and its backends."""
 _WITHOUT_LEASES = frozenset(("trainer", "controller", "storage", "holder", "master", FOLLOWER))
 HEARTBEAT_POLL_S = 0.05
 _OTHER_FIGURES = ("tokens_generated_eval", "swap_stall_s", "delivered", "slots")

@@ -34,7 +34,7 @@ _IMPORTS = {
     REFERENCE: ("asyncflow.training.torch.reference",),
     CRITIC: ("asyncflow.training.torch.critic_role",),
 }
-"""Modules whose import takes seconds, by back end, engine or role."""
+"""Modules whose import takes seconds, by backend, engine or role."""
 
 
 def plan(job: RLJob, *, decided: str = ADVANTAGE, critic: bool = False) -> JobPlan:

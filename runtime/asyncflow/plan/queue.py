@@ -1,6 +1,6 @@
 """The roles that hold a queue's bytes, and all roles of a standalone TransferQueue.
 
-Mooncake's master and holders, or Redis servers, hold the bytes of units with that back end, both in a job and in a
+Mooncake's master and holders, or Redis servers, hold the bytes of units with that backend, both in a job and in a
 standalone queue. The other roles of a job's own queue are in the job's plan.
 
 Invariants: all processes of a standalone queue connect to process 0 of ``controller``, which starts first and has the
@@ -25,7 +25,7 @@ OVERHEAD = 256 << 20
 _GRAIN = 16 << 20
 _MASTER_BYTES = 1 << 30
 _HOLDING: Final[Mapping[str, tuple[RoleName, ...]]] = {"mooncake": ("master", "holder"), "redis": ("holder",)}
-"""Roles that hold the bytes, by back end, in the order in which they start. Other back ends have no such roles."""
+"""Roles that hold the bytes, by backend, in the order in which they start. Other backends have no such roles."""
 
 MakeRole = Callable[[RoleName, int, Resources, tuple[RoleName, ...]], Role]
 """A function that makes a role from its name, number of processes, resources, and the roles that start before it."""

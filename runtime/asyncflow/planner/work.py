@@ -85,7 +85,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     the trainer holds a second model; critic: whether it trains a second one. compute, holds: dtypes of a training pass,
     and of the trainer's weights; engine, published: dtypes of the engine, and of published weights. pack: tokens of a
     micro-batch. slots: maximum sequences of an instance, or of each of its data-parallel parts. recompute: whether
-    layers are recomputed in the backward pass, None for either. megatron: whether the back end divides layers, matrices
+    layers are recomputed in the backward pass, None for either. megatron: whether the backend divides layers, matrices
     and experts over devices (tensor, pipeline and expert parallel) instead of only parameters (FSDP); wide: whether the
     engine divides experts over devices that are otherwise data-parallel (vLLM's ``enable_expert_parallel``).
     """

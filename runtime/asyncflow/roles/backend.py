@@ -1,6 +1,6 @@
-"""The trainer's back end of a job: its settings, and the export of its weights as a Hugging Face folder.
+"""The trainer's backend of a job: its settings, and the export of its weights as a Hugging Face folder.
 
-The roles that compute with a model use this module, and ``asyncflow model export``, which opens the back end for a
+The roles that compute with a model use this module, and ``asyncflow model export``, which opens the backend for a
 checkpoint.
 """
 
@@ -34,7 +34,7 @@ EXPORT, EXPORT_BEST = "export", "export-best"
 
 
 def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
-    """Import the back end. The import blocks heartbeats for seconds, so it must precede the first one.
+    """Import the backend. The import blocks heartbeats for seconds, so it must precede the first one.
 
     On an NPU, torch_npu is loaded first: transformers imports it, too, but would hide the reason of a failed import.
     """
@@ -45,7 +45,7 @@ def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
 
 
 def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> BackendSettings:
-    """Return the settings of the job for the back end of a rank. host: address at which other ranks reach this one."""
+    """Return the settings of the job for the backend of a rank. host: address at which other ranks reach this one."""
     algorithm, backend, chosen = spec.algorithm, spec.trainer.backend, algorithm_of(spec)
     optimizer = OptimizerSettings(
         learning_rate=algorithm.learning_rate,
@@ -110,7 +110,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     """Write the weights of a checkpoint in the folder ``run`` as a Hugging Face folder; return its step.
 
     step: ``newest``, ``best``, or a number; 0 is the initial model of the run. The export runs on the CPU, in one rank.
-    Raises ManifestError if there is no such checkpoint, ``target`` exists, or the back end trains no model, and
+    Raises ManifestError if there is no such checkpoint, ``target`` exists, or the backend trains no model, and
     CheckpointError if the checkpoint is damaged.
     """
     if target.exists():
@@ -126,7 +126,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     backend = kind(settings, group=SingleProcess())
     if not backend.of_model:
         name = spec.trainer.backend.name
-        raise ManifestError(f"the back end {name} trains no model", where=str(run), hint="There is nothing to export")
+        raise ManifestError(f"the backend {name} trains no model", where=str(run), hint="There is nothing to export")
     model = materialize_config(spec.model.source, run)
     if checkpoint is None or backend.settings.needs_initial_weights:
         materialize_weights(spec.model.source, model)
@@ -150,7 +150,7 @@ def export_best(
     """Write the weights of the best checkpoint as ``export_weights`` does, and return its step; collective.
 
     best: step of the best checkpoint (rank 0's value counts), None on a rank that is to end; last: step of the weights
-    that the back end holds. Returns None, and writes nothing, if any rank is to end, or if the best weights are those
+    that the backend holds. Returns None, and writes nothing, if any rank is to end, or if the best weights are those
     of ``last``, which are exported already, or of the initial model.
     """
     group = backend.group

@@ -1,4 +1,4 @@
-"""One storage unit of the queue. It is ready when its back end is ready and the controller has registered it.
+"""One storage unit of the queue. It is ready when its backend is ready and the controller has registered it.
 
 A unit that the driver drains, or that the controller tells to leave, ends when its rows have moved to other units. On
 SIGTERM it does the same if the substrate grants time for it (``LEAVE_ENV``).
@@ -77,7 +77,7 @@ async def serve(context: ProcessContext) -> None:
 
     def ready() -> tuple[bool, str]:
         if not opening.done():
-            return False, f"the back end {queue.backend} does not answer yet"
+            return False, f"the backend {queue.backend} does not answer yet"
         return unit.ready, "ready" if unit.ready else "the controller has not registered it yet"
 
     membership = await context.join(metrics=metrics, address=address, ready=ready)
@@ -106,7 +106,7 @@ async def _hold(
 ) -> DrainTask | None:
     """Hold cells until this process is to end; return the drain, if one has started.
 
-    opening: the task that opens the back end; if it fails, this function returns, too.
+    opening: the task that opens the backend; if it fails, this function returns, too.
     """
     leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     drain: DrainTask | None = None

@@ -1,5 +1,5 @@
 """The trainer: the launcher of a replica's ranks, and one rank, which connects ``Trainer`` with its queue, weights,
-back end and checkpoints.
+backend and checkpoints.
 
 If a replica has several ranks, the process that the substrate started is their launcher, like torchrun: it starts the
 ranks as separate processes, forwards the signal that ends it, and answers ``/healthz``, ``/readyz`` and ``/metrics``
@@ -69,10 +69,10 @@ _BY_SIGNAL = 128
 
 
 class MakeBackend(Protocol):
-    """Factory of a rank's back end, usually its class."""
+    """Factory of a rank's backend, usually its class."""
 
     def __call__(self, settings: BackendSettings, *, group: ProcessGroup) -> TrainerBackend:
-        """Return the back end, not loaded."""
+        """Return the backend, not loaded."""
 
 
 def main(options: RoleOptions) -> int:
@@ -90,7 +90,7 @@ async def _serve(context: JobContext) -> int | None:
 async def serve(context: JobContext, *, make_backend: MakeBackend | None = None) -> None:
     """Train to the last step, then serve weights until this process is to stop.
 
-    make_backend: factory of the back end, by default that of the manifest.
+    make_backend: factory of the backend, by default that of the manifest.
     """
     spec, options, metrics = context.job.spec, context.options, TrainerMetrics()
     if make_backend is None:

@@ -12,7 +12,7 @@
 One thread with its own event loop waits for other processes, so the caller may be a script, a notebook, or the worker
 thread of a coroutine, and its computation is not interrupted.
 
-Invariants: a session of a job is the job's trainer (``roles.trainer``) with the user's loop as its back end
+Invariants: a session of a job is the job's trainer (``roles.trainer``) with the user's loop as its backend
 (``handover``); in the weights that survive, each sample is trained once, even if this process is killed and restarted
 at any time, since steps are committed with the checkpoint that contains the user's state; every call has a deadline,
 and every call after the end of the session raises an error with the reason.

@@ -1,4 +1,4 @@
-"""A trainer back end whose computation is done by the user's loop, in the user's thread.
+"""A trainer backend whose computation is done by the user's loop, in the user's thread.
 
     trainer (``training.trainer``)             the user's loop
     load            checkpoint  ────>  state
@@ -6,7 +6,7 @@
     micro_batch     samples     ────>  take, take, ..., None
     finish_step     weights     <────  finish
 
-The trainer does everything else as with any back end: claims and prefetches samples, publishes weights, reports steps,
+The trainer does everything else as with any backend: claims and prefetches samples, publishes weights, reports steps,
 writes and commits checkpoints, and leaves.
 
 Invariants: neither thread computes for the other; weights and state from the user are copied before the call returns,
@@ -124,7 +124,7 @@ class Handover(TrainerBackend):
                 self._packed_state = (checkpoint / _FILE).read_bytes()
                 self.state = torch.load(io.BytesIO(self._packed_state), weights_only=True)
             except Exception as error:
-                hint = "It was written by another back end, or torch.load(weights_only=True) refuses its objects"
+                hint = "It was written by another backend, or torch.load(weights_only=True) refuses its objects"
                 raise CheckpointError(f"{_FILE}: {error}", where=str(checkpoint), hint=hint) from error
         self.opened.set()
         with self._changed:

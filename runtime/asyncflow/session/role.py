@@ -178,7 +178,7 @@ class TrainerSession:
         assert self.job is not None
         spec = self.job.spec
         self.handover = Handover(settings, group=group)
-        # The manifest's back end is not used, except for this flag; importing the one for torch would take seconds.
+        # The manifest's backend is not used, except for this flag; importing the one for torch would take seconds.
         self.handover.of_model = (
             spec.trainer.backend.name == "torch" or kind_of_backend(spec, device=settings.device).of_model
         )

@@ -1,7 +1,7 @@
 """Weights over pairs: a torch.distributed process group of holder and receiver, created for one pull.
 
 The receiver requests a pair by a call, then requests one chunk after another by calls; the holder sends each over the
-group. The back end is the one that the accelerators of both sides have (``nccl``, ``hccl``), otherwise ``gloo``.
+group. The backend is the one that the accelerators of both sides have (``nccl``, ``hccl``), otherwise ``gloo``.
 
 Invariants: a group has exactly two members, so no process waits for a third. A holder ends a pair whose receiver has
 requested nothing for ``IDLE`` deadlines. torch is imported in a thread, before a worker announces its address.
@@ -39,13 +39,13 @@ _CALL_S = 600.0
 
 
 class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.pair``: create a pair with the caller, with one of these back ends, the best one first."""
+    """Request of ``weights.pair``: create a pair with the caller, with one of these backends, the best one first."""
 
     collectives: tuple[str, ...]
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``weights.pair``: the pair's number, its back end, and its store's address, open for a few seconds."""
+    """Reply to ``weights.pair``: the pair's number, its backend, and its store's address, open for a few seconds."""
 
     pair: int
     collective: str
@@ -103,7 +103,7 @@ class PairsTransport(FastTransport):
 
     @classmethod
     def device_options(cls, device: str, collective: str) -> dict[str, Any]:
-        """Return the device and the back end."""
+        """Return the device and the backend."""
         return {"device": device, "collective": collective}
 
     @classmethod
@@ -135,7 +135,7 @@ class PairsTransport(FastTransport):
         )
 
     def join(self, reply: PairReply) -> asyncio.Future[Any]:
-        """Join the pair that a holder creates. Raises PeerLost, ProtocolError for a back end that was not requested."""
+        """Join the pair that a holder creates. Raises PeerLost, ProtocolError for a backend that was not requested."""
         if reply.collective not in self._collectives:
             raise ProtocolError(f"the pair uses {reply.collective!r}, which was not requested", where=reply.host)
         return self._make(reply)
@@ -166,7 +166,7 @@ class PairsTransport(FastTransport):
     async def _pair(self, request: PairRequest, _frames: Sequence[memoryview]) -> PairReply:
         collective = next((name for name in request.collectives if name in self._collectives), "")
         if not collective:
-            raise Refused(f"none of the back ends {', '.join(request.collectives)} is available", where=self.name)
+            raise Refused(f"none of the backends {', '.join(request.collectives)} is available", where=self.name)
         listener, port = self._torch.listen(self._host)
         number = next(self._numbers)
         reply = PairReply(pair=number, collective=collective, host=self._host, port=port, prefix=secrets.token_hex(16))

@@ -47,7 +47,7 @@ class TorchPair:
     """One side of a pair: rank 0, which provides the ``listener`` of the store, or rank 1.
 
     host, port: address of the store; local_host: address of this process; prefix: of the store's keys, equal on both
-    sides; collective: the back end; device: torch's name of the device, for back ends that do not send host memory.
+    sides; collective: the backend; device: torch's name of the device, for backends that do not send host memory.
     Raises RuntimeError if the other side does not connect in time.
     """
 

@@ -194,7 +194,7 @@ def find_transport(kind: str) -> type[Transport]:
 def open_transport(kind: str, /, *, device: str = "cpu", collective: str = "gloo", **options: Any) -> Transport:
     """Create the transport registered as ``kind``. Raises ManifestError if there is none.
 
-    device: torch's name of this worker's device; collective: the torch.distributed back end for this device; options:
+    device: torch's name of this worker's device; collective: the torch.distributed backend for this device; options:
     ``name``, ``bind`` and ``credentials`` of the transport's server, as in ``RpcServer``.
     """
     return find_transport(kind).of(device=device, collective=collective, **options)

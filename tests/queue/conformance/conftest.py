@@ -1,4 +1,4 @@
-"""A queue on sockets behind every back end, and open partitions of it, in short words."""
+"""A queue on sockets behind every backend, and open partitions of it, in short words."""
 
 import asyncio
 import itertools
@@ -118,7 +118,7 @@ class Queue:
 
 @pytest.fixture(params=WORLDS)
 def world(request, stores):
-    """The store of each kind of back end: one for all tests."""
+    """The store of each kind of backend: one for all tests."""
     return stores(request.param)
 
 

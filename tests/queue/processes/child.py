@@ -59,7 +59,7 @@ async def controller(folder: Path, index: str = "0", controllers: str = "1") -> 
 
 
 async def unit(folder: Path, index: str, limit: str, backend: str = "memory", store: str = "") -> StorageUnit:
-    """Serve. store: the address of the master or holder of the back end."""
+    """Serve. store: the address of the master or holder of the backend."""
     site = Site(unit=int(index), incarnation=uuid.uuid4().hex, host="127.0.0.1", find=lambda _role, _index: store)
     serving = StorageUnit(
         index=site.unit,

@@ -29,7 +29,7 @@ def tasks(lease_s):
 
 
 class QueueProcesses:
-    """Processes of one queue. store: name of the units' back end, and its address."""
+    """Processes of one queue. store: name of the units' backend, and its address."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -17,7 +17,7 @@ P = "train"
 SPARE_S = 30.0
 """What a busy machine may take, beyond what has to pass, until a fault is got over."""
 
-on_every_back_end = pytest.mark.usefixtures("back_end")
+on_every_backend = pytest.mark.usefixtures("backend")
 
 
 def within(seconds=0.0):
@@ -26,7 +26,7 @@ def within(seconds=0.0):
 
 
 @pytest.fixture(params=["memory", "mooncake", "redis"])
-def back_end(request, processes, stores):
+def backend(request, processes, stores):
     """Where the units keep their bytes."""
     role = {"memory": "", "mooncake": "master", "redis": "holder"}[request.param]
     processes.store = [request.param, stores(request.param).address(role, 0) or ""]
@@ -70,7 +70,7 @@ async def test_a_stopped_consumer_is_fenced_when_it_goes_on(processes):
         assert await processes.line("holder") == ["completed", "0", "0", "0", "0"]
 
 
-@on_every_back_end
+@on_every_backend
 async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(processes):
     await processes.start_queue(lease_s=60, units=2)
     producer = await processes.start("producer", "produce", 200, 1000)
@@ -89,12 +89,12 @@ async def test_a_killed_producer_leaves_whole_groups_and_can_be_repeated(process
 
 
 @pytest.mark.parametrize(
-    ("back_end", "kill_unit"),
+    ("backend", "kill_unit"),
     [("memory", False), ("memory", True), ("mooncake", True), ("redis", True)],
-    indirect=["back_end"],
+    indirect=["backend"],
 )
 async def test_a_producer_killed_before_its_rows_are_admitted_leaves_them_whole_or_not_at_all(
-    processes, back_end, kill_unit
+    processes, backend, kill_unit
 ):
     await processes.start_queue(lease_s=60, units=0)
     await processes.start_unit(0, role="unit-aloud")
@@ -115,7 +115,7 @@ async def test_a_producer_killed_before_its_rows_are_admitted_leaves_them_whole_
     assert report.dispatched == 2
 
 
-@on_every_back_end
+@on_every_backend
 async def test_a_killed_unit_loses_its_bytes_and_nothing_else(processes):
     await processes.start_queue(lease_s=60, units=2)
     await processes.create(0, 1, 2, 3)
@@ -137,7 +137,7 @@ async def test_a_killed_unit_loses_its_bytes_and_nothing_else(processes):
     assert audit_ledger(processes.folder / "ledger").ok
 
 
-@on_every_back_end
+@on_every_backend
 async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(processes):
     await processes.start_queue(lease_s=60)
     processes.stop("unit-0")

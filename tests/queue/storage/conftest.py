@@ -1,4 +1,4 @@
-"""A back end of each kind, on real stores."""
+"""A backend of each kind, on real stores."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ _units = itertools.count()
 
 @pytest.fixture(params=WORLDS)
 async def backend(request: pytest.FixtureRequest, stores: Callable[[str], MemoryWorld]) -> AsyncIterator[Backend]:
-    """A back end, open and empty."""
+    """A backend, open and empty."""
     made = await stores(request.param).backend(unit=next(_units))
     yield made
     await made.close()

@@ -65,14 +65,14 @@ class MemoryWorld:
         return None
 
     async def backend(self, *, unit: int = 0, **options: Any) -> Backend:
-        """Return a back end that is open, of a unit that begins. options: of its ``Site``."""
+        """Return a backend that is open, of a unit that begins. options: of its ``Site``."""
         site = Site(unit=unit, incarnation=uuid.uuid4().hex, host="127.0.0.1", find=self.address, **options)
         made = open_backend(self.name, site)
         await made.open()
         return made
 
     def shared(self, site: Site) -> Backend:
-        """Return a back end that is not open yet, of a unit that begins."""
+        """Return a backend that is not open yet, of a unit that begins."""
         return open_backend(self.name, site)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class MooncakeWorld(MemoryWorld):
         return self.master.address if (role, index) == ("master", 0) else None
 
     def shared(self, site: Site) -> Backend:
-        """Return a back end on the one connection of this process."""
+        """Return a backend on the one connection of this process."""
         if self._connection is None:
             self._connection = LastingConnection(host=site.host, master=lambda: self.master.address)
         store = MooncakeStore(self._connection, stale="^nothing$")

@@ -1,4 +1,4 @@
-"""Tests of what every back end must do, on real stores: give back what it was given, and forget what was freed."""
+"""Tests of what every backend must do, on real stores: give back what it was given, and forget what was freed."""
 
 import asyncio
 import random

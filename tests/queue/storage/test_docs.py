@@ -1,4 +1,4 @@
-"""The back end that the guide shows is a back end, and its steps are all that it takes to use it."""
+"""The backend that the guide shows is a backend, and its steps are all that it takes to use it."""
 
 import re
 import subprocess

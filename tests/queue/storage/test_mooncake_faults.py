@@ -1,4 +1,4 @@
-"""Mooncake's processes that die, hang, restart or are full affect a back end only as documented."""
+"""Mooncake's processes that die, hang, restart or are full affect a backend only as documented."""
 
 import asyncio
 import signal

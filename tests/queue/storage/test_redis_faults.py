@@ -1,4 +1,4 @@
-"""A back end whose Redis server dies, is full, or is not what it should be."""
+"""A backend whose Redis server dies, is full, or is not what it should be."""
 
 import asyncio
 import signal

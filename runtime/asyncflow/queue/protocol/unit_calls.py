@@ -144,7 +144,7 @@ class Announce(Struct, frozen=True):
 
 
 class LostRows(Struct, frozen=True):
-    """Rows whose bytes the unit's back end has lost, although the unit itself lives."""
+    """Rows whose bytes the unit's backend has lost, although the unit itself lives."""
 
     session: Session
     rows: list[int]

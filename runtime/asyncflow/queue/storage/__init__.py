@@ -1,1 +1,1 @@
-"""Storage of cells: back ends behind one small interface, found by the entry points ``asyncflow.storage_backends``."""
+"""Storage of cells: backends behind one small interface, found by the entry points ``asyncflow.storage_backends``."""

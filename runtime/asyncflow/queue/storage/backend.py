@@ -1,7 +1,7 @@
-"""The interface of a storage back end, which stores immutable blobs, and of a key-value store for blobs.
+"""The interface of a storage backend, which stores immutable blobs, and of a key-value store for blobs.
 
 A *blob* contains what one put brought: columns of the same rows, under a number that is never used again. The unit
-knows the meaning of the rows and keeps the budget; the controller decides which rows exist. So a back end only handles
+knows the meaning of the rows and keeps the budget; the controller decides which rows exist. So a backend only handles
 bytes. Cells may be freed while they are read, and are not requested afterwards.
 
 Invariants: ``get`` returns exactly the bytes that ``put`` received. A blob exists as a whole or not at all, until cells
@@ -23,7 +23,7 @@ from asyncflow.rpc.columns import Array, Jagged
 from asyncflow.rpc.retry import delays
 
 BACKENDS: Final = "asyncflow.storage_backends"
-"""The group of entry points of back ends."""
+"""The group of entry points of backends."""
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class BytesLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The environment of a back end.
+    """The environment of a backend.
 
     owner: name of the queue, unique among the users of the same store; unit, incarnation: the unit whose cells it
     holds; host: the address of this process; find: returns the address of process i of a role, None if there is none;
@@ -75,7 +75,7 @@ class Backend(ABC):
 
     @classmethod
     def create(cls, site: Site) -> Self:  # noqa: ARG003
-        """Return a back end for a unit."""
+        """Return a backend for a unit."""
         return cls()
 
     @classmethod  # noqa: B027

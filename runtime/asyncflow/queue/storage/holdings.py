@@ -1,6 +1,6 @@
 """The rows that a unit holds, their admitted cells, and puts about which the controller has not yet decided.
 
-The cells of one put are a *blob* in the back end. A put is stored first, then reported, then decided. Until then its
+The cells of one put are a *blob* in the backend. A put is stored first, then reported, then decided. Until then its
 cells are neither old nor new: a fetch of them waits for the decision. A row is created together with a promise of room
 for its outputs, so that a full unit accepts them. A cell is *unfinished* if a holder wrote it and did not complete its
 row with it.
@@ -32,7 +32,7 @@ Tags: TypeAlias = dict[str, Tag]
 
 
 class Blob:
-    """The columns that one put brought to the back end.
+    """The columns that one put brought to the backend.
 
     number: its number there; sizes: bytes of each row by column; partial: the unfinished columns; lease: lease of the
     writer; controller: number of the deciding controller; outputs: most bytes of each column that new rows get later.
@@ -66,7 +66,7 @@ class BlobRow:
 
     @property
     def place(self) -> Place:
-        """Its place in the back end."""
+        """Its place in the backend."""
         return Place(self.blob.number, self.index)
 
     def size(self, columns: Iterable[str]) -> int:

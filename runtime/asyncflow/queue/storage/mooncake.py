@@ -1,4 +1,4 @@
-"""Mooncake Store as a back end: a connection that avoids its pitfalls, and samples as its values.
+"""Mooncake Store as a backend: a connection that avoids its pitfalls, and samples as its values.
 
 The pitfalls (``docs/guide/queue-backends.md``): ``get`` hides every error. A put over an existing key keeps the old
 value and reports success. Empty values are not stored. A client that is not set up, or was closed, ends the process
@@ -7,7 +7,7 @@ and reports both as filled. While a client is set up or closed, the library hold
 the process stops: for 90 s if the master dies meanwhile, and forever if it hangs. So a master must first prove that it
 is alive, and a setup is tried once.
 
-All calls block, possibly forever, so the back end runs them in threads. No call waits for room or for a lease; the
+All calls block, possibly forever, so the backend runs them in threads. No call waits for room or for a lease; the
 unit's event loop does that.
 
 Invariants: a client is closed only after it was replaced and no call refers to it. One thread sets up a new client, and
@@ -268,7 +268,7 @@ class MooncakeBackend(PackedBackend):
 
     @classmethod
     def create(cls, site: Site) -> Self:
-        """Return a back end that finds the master by the role ``master``."""
+        """Return a backend that finds the master by the role ``master``."""
         connection = MooncakeConnection(host=site.host, master=lambda: site.find("master", 0))
         stale = f"^{re.escape(site.unit_prefix)}(?!{site.incarnation}-)"
         return cls(MooncakeStore(connection, stale=stale), prefix=site.prefix, lasting=site.lasting)

@@ -40,7 +40,7 @@ class RedisBackend(PackedBackend):
 
     @classmethod
     def create(cls, site: Site) -> Self:
-        """Return a back end that finds its server by the role ``holder``, at the unit's index."""
+        """Return a backend that finds its server by the role ``holder``, at the unit's index."""
         find = functools.partial(site.find, "holder", site.unit)
         store = RedisStore(find, unit=site.unit_prefix, password=site.password)
         return cls(store, prefix=site.prefix, lasting=site.lasting)

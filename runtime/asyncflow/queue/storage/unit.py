@@ -47,7 +47,7 @@ _MOST = 1 << 40
 
 
 def open_backend(name: str, site: Site) -> Backend:
-    """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError if there is none."""
+    """Return the backend ``name`` of the entry points ``BACKENDS``. Raises ManifestError if there is none."""
     made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="backend of the queue")
     return made.create(site)
 

@@ -134,7 +134,7 @@ const CHARTS = [
 const KNOWN = ["at", "started", "ended", "attempt", "ranks", "step", "samples", "tokens", "wall_s", "busy_s", "skipped",
   "reward", "entropy", "surprise", "kl", "approx_kl", "loss"];
 
-/** Return the charts for which the run has figures, including figures that are specific to its back end. */
+/** Return the charts for which the run has figures, including figures that are specific to its backend. */
 function chartsOf(run) {
   const first = run.lines[0] ?? {}, last = run.last;
   const drawn = CHARTS.map((chart) => filled(chart, run)).filter((chart) => chart !== null);
