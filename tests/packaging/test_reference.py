@@ -57,12 +57,14 @@ def test_every_row_has_words_and_every_link_a_target() -> None:
     assert set(re.findall(r"\(#([\w-]+)\)", text)) <= targets
 
 
-def commands(group: click.Group, above: str = "asyncflow") -> Iterator[tuple[str, click.Command]]:
-    """Yield the commands that a person may type, each with its name."""
+def commands(
+    group: click.Group, above: str = "asyncflow", *, hidden: bool = False
+) -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands that a person may type, each with its name. hidden: whether to yield the others, too."""
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
-            yield from commands(command, f"{above} {name}")
-        elif not command.hidden:
+            yield from commands(command, f"{above} {name}", hidden=hidden)
+        elif hidden or not command.hidden:
             yield f"{above} {name}", command
 
 
@@ -73,3 +75,32 @@ def test_the_page_of_the_command_line_has_every_command_and_its_options() -> Non
         flags = {flag for each in command.params if isinstance(each, click.Option) for flag in each.opts}
         if name != "asyncflow role":
             assert {flag for flag in flags if f"`{flag}`" not in page} == set(), name
+
+
+def test_the_page_of_the_command_line_has_no_other_option_default_exit_status_or_variable() -> None:
+    page = (FILE.parent / "command-line.md").read_text()
+    for section in page.split("\n## asyncflow ")[1:]:
+        name, _, text = section.partition("\n## ")[0].partition("\n")
+        options = {
+            flag: option
+            for command, each in commands(cli.app, hidden=True)
+            if f"{command} ".startswith(f"asyncflow {name} ")
+            for option in each.params
+            for flag in (*option.opts, *option.secondary_opts)
+        }
+        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)) <= options.keys(), name
+        for flag, default in re.findall(r"^\| `(-[\w-]+)` \| (\d+) \|", text, re.MULTILINE):
+            assert options[flag].default == int(default), f"{name} {flag}"
+    assert f"0 on success, {cli.FAILED} after a failure, {cli.USAGE} if the input is wrong" in page
+    assert f"{cli.INTERRUPTED} after Ctrl-C" in page
+    runtime = "".join(file.read_text() for file in Path(cli.__file__).parent.rglob("*.py"))
+    assert [name for name in re.findall(r"`(\w+_[A-Z_]+)`", page) if f'"{name}"' not in runtime] == []
+
+
+def test_the_page_of_a_runs_folder_has_every_request_to_a_driver() -> None:
+    page = (FILE.parent / "run-folder.md").read_text()
+    runtime = Path(cli.__file__).parent
+    text = "".join((runtime / name).read_text() for name in ("driver/status.py", "rpc/http.py", "view/page/routes.py"))
+    served = re.findall(r'(?:web\.(?:get|post)\(|[A-Z]+: Final = )"(/[^"]*)"', text)
+    assert len(served) >= 12
+    assert {path for path in served if f"{path}`" not in page and f"{path}/" not in page} == set()

@@ -1,6 +1,7 @@
 """Whole jobs, with real roles in real processes: from a manifest to its summary, through kills, and on again."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -93,7 +94,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     first = summary(folder)
     the_best_is_kept(folder, first)
     assert set(first) >= FIELDS
-    every_figure_and_event_is_on_its_page(folder)
+    every_figure_event_and_file_is_on_its_page(folder)
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
     all_that_was_done_is_recorded(every_second_has_a_cause(folder))
     assert first["staleness_start_max"] == 1
@@ -120,7 +121,7 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(
     finish(start("quickstart.yaml", folder, [*SMALL, *lora, *updates, *correction]), within_s=200)
     made = summary(folder)
     assert made["exports"] == {"export": 3}
-    every_figure_and_event_is_on_its_page(folder)
+    every_figure_event_and_file_is_on_its_page(folder)
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         assert 0.9 < line["correction_min"] <= line["correction_mean"] <= line["correction_max"] < 1.1
         assert (round(line["correction_ess"], 3), line["correction_high"], line["correction_low"]) == (1, 0, 0)
@@ -135,7 +136,7 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(
     assert [file.name for file in (folder / "export").glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
-def every_figure_and_event_is_on_its_page(folder: Path) -> None:
+def every_figure_event_and_file_is_on_its_page(folder: Path) -> None:
     lines, events = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "events.jsonl")
@@ -144,6 +145,11 @@ def every_figure_and_event_is_on_its_page(folder: Path) -> None:
     for page, names in (("run-folder.md", figures), ("events.md", {event["event"] for event in events})):
         text = (REFERENCE / page).read_text()
         assert {name for name in names if f"`{name}`" not in text} == set()
+    page = (REFERENCE / "run-folder.md").read_text()
+    files = {path.name for path in folder.iterdir()} - {"run"} | {
+        f"run/{path.name}" for path in (folder / "run").iterdir()
+    }
+    assert {name for name in files if not re.search(rf"`{re.escape(name)}[/`]", page)} == set()
 
 
 def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
