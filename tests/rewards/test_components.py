@@ -135,6 +135,16 @@ async def test_a_sum_may_be_as_low_and_as_high_as_its_bounds() -> None:
     ]
 
 
+async def test_sums_that_differ_only_by_rounding_are_equal() -> None:
+    weights = {"right": 0.7, "format": 0.2, "short": 0.1}
+    yes, no = Score(value=1.0), Score(value=0.0)
+    scores = {"right": (yes, no, Score(value=3 / 7)), "format": (yes, yes, no), "short": (yes, yes, no)}
+    components = [Component(name, weight, Says(*scores[name])) for name, weight in weights.items()]  # type: ignore[arg-type]
+    rewards = WeightedRewards(components, low=-1.0, high=1.0)
+    found = await rewards.score([Example(prompt="p", response="r")] * 3)
+    assert [each.value for each in found] == [1.0, 0.3, 0.3], "0.7 + 0.2 + 0.1 is 0.9999999999999999 in float64"
+
+
 async def test_rewards_of_turns_that_do_not_add_up_to_the_samples_are_none() -> None:
     said = [Message("assistant", "a"), Message("environment", "b"), Message("assistant", "c")]
     scores = [Score(value=0.75, turns=[0.5, last]) for last in (0.25, 0.5)]

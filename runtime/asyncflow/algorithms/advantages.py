@@ -18,6 +18,8 @@ from asyncflow.errors import AsyncFlowError, ManifestError
 AdvantageName = Literal["grpo", "dr-grpo", "rloo"]
 
 _STD_FLOOR = 1e-6
+_DECIMALS = 12
+"""Decimals of a return, so that returns that differ only by rounding errors are equal."""
 
 
 def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "grpo") -> NDArray[np.float32]:
@@ -66,7 +68,7 @@ def turn_advantages(
     A turn that only one sample has gets 0. If only last turns have rewards and all samples have the same number of
     turns, each turn has the advantage of its sample.
     """
-    returns = [np.cumsum(np.asarray(each, dtype=np.float64)[::-1])[::-1] for each in rewards]
+    returns = [np.cumsum(np.asarray(each, dtype=np.float64)[::-1])[::-1].round(_DECIMALS) for each in rewards]
     found = [np.zeros(len(each), dtype=np.float32) for each in returns]
     for turn in range(max(map(len, returns), default=0)):
         samples = [sample for sample, each in enumerate(returns) if len(each) > turn]

@@ -24,6 +24,9 @@ from asyncflow.rewards.wire import Example, RewardResult, Score
 
 log = logging.getLogger(__name__)
 
+_DECIMALS = 12
+"""Decimals of a reward: 0.7 + 0.2 + 0.1 is 1, and rewards that differ only by rounding errors are equal."""
+
 
 class Component(NamedTuple):
     """One addend of the reward. name: "" if the manifest has only one function."""
@@ -87,7 +90,7 @@ class WeightedRewards:
             if score.failure:
                 detail = f"component {component.name}: {score.detail}" if component.name else score.detail
                 return RewardResult(value=0.0, failure=score.failure, detail=detail, components=named, details=details)
-        value = sum(component.weight * values[component.name] for component in self._components)
+        value = round(sum(component.weight * values[component.name] for component in self._components), _DECIMALS)
         if not self._low <= value <= self._high:
             detail = f"{value:g} is not between reward.min {self._low:g} and reward.max {self._high:g}"
             return RewardResult(value=0.0, failure="out_of_range", detail=detail, components=named, details=details)
