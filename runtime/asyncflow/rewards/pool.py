@@ -255,13 +255,16 @@ class RewardPool:
                 await self._discard(worker)
 
     async def _next_free(self) -> RewardProcess:
-        """Wait for a free process and grow the pool meanwhile; callers keep their order."""
-        turn = asyncio.create_task(self._free.get())
+        """Wait for a free process and grow the pool meanwhile; callers keep their order.
+
+        Raises the error of a process that could not be started meanwhile if no other process is left.
+        """
+        turn, known = asyncio.create_task(self._free.get()), self._failure
         try:
             while not (await asyncio.wait({turn}, timeout=PATIENCE_S))[0]:
                 if self._closed:
                     raise PeerLost("the reward pool is closed")
-                if not self._alive and self._failure is not None:
+                if not self._alive and self._failure is not None and self._failure is not known:
                     raise self._failure
                 self._grow(self._max_workers)
         except BaseException:

@@ -33,7 +33,7 @@ from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.process import scratch_folder
+from asyncflow.process import adopt_orphans, scratch_folder
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, Takes, frame
 
@@ -58,6 +58,7 @@ _BLOCK_BYTES = 512
 _WATCH_S = 0.5
 _ROUNDS = 10
 """Most searches for new descendants when a process and its descendants are killed."""
+_REAP_S = 0.01
 _END_S = 10.0
 """Seconds that the kernel may take to end a killed process."""
 _LATE_S = 1.0
@@ -133,6 +134,7 @@ class RewardProcess:
         self._process = process
         self._scratch = scratch
         self._processes = processes
+        self._killed: set[psutil.Process] = set()
         self._open: dict[bytes, asyncio.Future[ScoreAnswer]] = {}
         self._tasks = [asyncio.create_task(each()) for each in (self._listen, self._show_output, self._watch)]
 
@@ -141,9 +143,11 @@ class RewardProcess:
         """Start a child and wait until it has loaded its function.
 
         timeout: seconds. Raises ManifestError if the function cannot be loaded, DeadlineExceeded, and PeerLost if the
-        process ended or could not be started.
+        process ended or could not be started. If the function may start processes, this process adopts orphans.
         """
         try:
+            if scorer.processes:
+                adopt_orphans(enabled=True)
             scratch = scratch_folder()
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -227,6 +231,7 @@ class RewardProcess:
         try:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
+                await self._reap_descendants()
         except TimeoutError:
             log.error("the reward process %d was killed but has not ended within %g s", self.pid, _END_S)
         for task in self._tasks:
@@ -288,17 +293,23 @@ class RewardProcess:
 
     def _kill_descendants(self) -> None:
         """Kill the descendants of the process in all groups; it has adopted those whose parents have ended."""
-        killed: set[psutil.Process] = set()
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             os.kill(self.pid, signal.SIGSTOP)
             for _ in range(_ROUNDS):
-                fresh = set(self._descendants()) - killed
+                fresh = set(self._descendants()) - self._killed
                 for process in fresh:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
-                killed |= fresh
+                self._killed |= fresh
                 if not fresh:
                     break
+
+    async def _reap_descendants(self) -> None:
+        """Wait for the killed descendants, which this process has adopted from the ended one: none stays a zombie."""
+        for pid in (-self.pid, *(process.pid for process in self._killed)) if self._processes else ():
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    await asyncio.sleep(0 if _reap(pid) else _REAP_S)
 
     def _descendants(self) -> list[psutil.Process]:
         """Return all descendants of the process. Raises psutil.NoSuchProcess."""
@@ -333,6 +344,14 @@ class RewardProcess:
 
 def _nonce() -> bytes:
     return secrets.token_bytes(16)
+
+
+def _reap(pid: int) -> bool:
+    """Return whether a process, or one of a group, has ended and was reaped. Raises ChildProcessError if there is none.
+
+    pid: as of ``waitpid``.
+    """
+    return os.waitpid(pid, os.WNOHANG) != (0, 0)
 
 
 def _threads(*processes: psutil.Process) -> int:
