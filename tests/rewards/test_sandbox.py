@@ -1,6 +1,8 @@
 """A reward function may do what its manifest allows and no more, tried in real reward processes."""
 
 import asyncio
+import ctypes
+import errno
 import os
 import socket
 import textwrap
@@ -17,7 +19,9 @@ from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
-    import mmap, os, resource, socket, subprocess, threading, time
+    import ctypes, mmap, os, resource, socket, subprocess, sys, threading, time
+
+    libc = ctypes.CDLL(None, use_errno=True)
 
     def score(*, response, prompt, answer, meta):
         match response:
@@ -79,6 +83,26 @@ FUNCTION = """
                 return float(len([name for name in os.environ if name.startswith("ASYNCFLOW")]))
             case "descriptors":
                 return float(len(os.listdir("/proc/self/fd")))
+            case "attributes":
+                os.chmod(answer, 0)
+                os.chown(answer, 65534, -1)
+                os.utime(answer, (0, 0))
+                os.setxattr(answer, "user.x", b"x")
+            case "compile":
+                path = os.path.join(os.environ["TMPDIR"], "x")
+                open(path, "w").write("#!/bin/sh")
+                os.chmod(path, 0o755)
+                return float(subprocess.run([path]).returncode == 0)
+            case "attach":
+                return float(libc.shmat(answer, None, 0) == -1 and ctypes.get_errno())
+            case "semaphore":
+                return float(libc.semget(0, 1, 0o600) == -1 and ctypes.get_errno())
+            case "priority":
+                os.setpriority(os.PRIO_PROCESS, 0, 1)
+            case "processor":
+                os.sched_setaffinity(0, os.sched_getaffinity(0))
+                other = subprocess.Popen(["/bin/sleep", "60"])
+                os.sched_setaffinity(other.pid, {0})
             case "computing time":
                 used = resource.getrusage(resource.RUSAGE_SELF)
                 return resource.getrlimit(resource.RLIMIT_CPU)[0] - used.ru_utime - used.ru_stime
@@ -175,6 +199,29 @@ async def test_a_process_needs_leave_and_a_thread_does_not(folder: Path) -> None
     assert (await ask(folder, ("run", None), processes=4))[0].value == 1.0
 
 
+async def test_attributes_of_files_stay_and_a_compiler_makes_its_output_executable(folder: Path) -> None:
+    table = folder / "table.json"
+    before = table.stat()
+    asked = ("attributes", str(table))
+    (alone,) = await ask(folder, asked)
+    beside, compiled = await ask(folder, asked, ("compile", None), processes=4)
+    assert [alone.value, beside.value, compiled.value] == [1.0] * 3, "programs that copy files do not fail"
+    assert table.stat() == before
+    assert os.listxattr(table) == []
+
+
+async def test_shared_memory_and_the_scheduling_of_others_are_out_of_reach(folder: Path) -> None:
+    libc = ctypes.CDLL(None)
+    shared = libc.shmget(0, 4096, 0o600)
+    try:
+        results = await ask(folder, ("attach", shared), ("semaphore", None), ("priority", None))
+        results += await ask(folder, ("processor", None), processes=4)
+    finally:
+        libc.shmctl(shared, 0, None)
+    assert [result.value for result in results[:2]] == [errno.EPERM] * 2
+    assert ["PermissionError" in result.detail for result in results[2:]] == [True] * 2
+
+
 async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
     some, much = await ask(folder, ("memory", 100 << 20), ("memory", 600 << 20), memory="512Mi")
     assert some.value == 100.0
@@ -257,14 +304,10 @@ async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, mo
 
 
 def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
-    for name in ("x86_64", "aarch64"):
+    denied = {*sandbox._ALWAYS, sandbox._NAMELESS_FILE, *sandbox._SIGNALS, *sandbox._SCHEDULING}
+    denied |= {*sandbox._ATTRIBUTES, *sandbox._MODES, "socket", "socketpair", "connect", "clone", "clone3", "prlimit64"}
+    old = {"chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
+    for name, absent in (("x86_64", set()), ("aarch64", old)):
         numbers = sandbox._MACHINES[name].numbers
-        assert {*sandbox._ALWAYS, sandbox._NAMELESS_FILE} | set(sandbox._SIGNALS) | {
-            "socket",
-            "socketpair",
-            "connect",
-            "clone",
-            "clone3",
-            "prlimit64",
-        } <= set(numbers)
+        assert denied - set(numbers) == absent
         assert len(set(numbers.values())) == len(numbers)

@@ -1,11 +1,13 @@
 """Sandbox of a process that runs untrusted code, which must not read a secret or affect other processes.
 
 Before the process loads that code it restricts itself irreversibly: no new privileges, no capabilities, resource
-limits, Landlock for files and signals, and a seccomp filter for sockets, other processes and system calls that can
-bypass a sandbox. If a kernel lacks one of these mechanisms, the others still hold, and ``enter`` reports the missing
-one.
+limits, Landlock for files and signals, and a seccomp filter for sockets, other processes, attributes of files, and
+system calls that can bypass a sandbox. If a kernel lacks one of these mechanisms, the others still hold, and ``enter``
+reports the missing one.
 
-Invariant: an access that ``Sandbox`` does not allow is denied.
+Invariant: an access that ``Sandbox`` does not allow is denied. A change of owner, mode, times or attributes of a file
+has no effect, because Landlock does not restrict it, and programs that copy files fail if it is denied. A process that
+may start others can only grant rights by a mode, because a linker makes its output executable.
 """
 
 from __future__ import annotations
@@ -251,20 +253,27 @@ class _Machine(NamedTuple):
 
 _NUMBERS: Final = {
     "x86_64": """
-        shmget 29 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62 msgget 68 ptrace 101
-        rt_sigqueueinfo 129 tkill 200 tgkill 234 mq_open 240 add_key 248 request_key 249 keyctl 250 unshare 272
-        rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310
-        process_vm_writev 311 kcmp 312 memfd_create 319 bpf 321 userfaultfd 323
+        shmget 29 shmat 30 shmctl 31 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62 semget 64
+        semop 65 semctl 66 msgget 68 msgsnd 69 msgrcv 70 msgctl 71 chmod 90 fchmod 91 chown 92 fchown 93 lchown 94
+        ptrace 101 rt_sigqueueinfo 129 utime 132 setpriority 141 sched_setparam 142 sched_setscheduler 144 setxattr 188
+        lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198 fremovexattr 199 tkill 200 sched_setaffinity 203
+        semtimedop 220 tgkill 234 utimes 235 mq_open 240 mq_unlink 241 add_key 248 request_key 249 keyctl 250
+        ioprio_set 251 fchownat 260 futimesat 261 fchmodat 268 unshare 272 utimensat 280 rt_tgsigqueueinfo 297
+        perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311
+        kcmp 312 sched_setattr 314 memfd_create 319 bpf 321 userfaultfd 323
     """,
     "aarch64": """
-        unshare 97 ptrace 117 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 mq_open 180 msgget 186 shmget 194
-        socket 198 socketpair 199 connect 203 add_key 217 request_key 218 keyctl 219 clone 220 rt_tgsigqueueinfo 240
-        perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268 process_vm_readv 270 process_vm_writev 271
-        kcmp 272 memfd_create 279 bpf 280 userfaultfd 282
+        setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 ioprio_set 30 fchmod 52
+        fchmodat 53 fchownat 54 fchown 55 utimensat 88 unshare 97 ptrace 117 sched_setparam 118 sched_setscheduler 119
+        sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140 mq_open 180
+        mq_unlink 181 msgget 186 msgctl 187 msgrcv 188 msgsnd 189 semget 190 semctl 191 semtimedop 192 semop 193
+        shmget 194 shmctl 195 shmat 196 socket 198 socketpair 199 connect 203 add_key 217 request_key 218 keyctl 219
+        clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
+        process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282
     """,
     "all": """
         pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 pidfd_getfd 438
-        memfd_secret 447
+        memfd_secret 447 fchmodat2 452 setxattrat 463 removexattrat 466 file_setattr 469
     """,
 }
 """System calls by processor, each followed by its number (the kernel's unistd.h)."""
@@ -282,10 +291,20 @@ _MACHINES: Final = {
 _ALWAYS: Final = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "open_by_handle_at", "unshare"),
     *("setns", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
-    *("add_key", "request_key", "keyctl", "memfd_secret", "shmget", "msgget", "mq_open"),
+    *("add_key", "request_key", "keyctl", "memfd_secret", "shmget", "shmat", "shmctl", "semget", "semop", "semctl"),
+    *("semtimedop", "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "setpriority", "ioprio_set"),
 )
-"""System calls that are always denied: they inspect other processes, get new rights, bypass the filter, or allocate
-memory outside of the address space."""
+"""System calls that are always denied: they inspect other processes or delay them, use what these share, get new
+rights, bypass the filter, or allocate memory outside of the address space."""
+_SCHEDULING: Final = ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
+_ATTRIBUTES: Final = (
+    *("chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat", "utimensat", "file_setattr"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr"),
+    "removexattrat",
+)
+_MODES: Final = {"chmod": 1, "fchmod": 1, "fchmodat": 2, "fchmodat2": 2}
+"""System calls that change the mode of a file, and which of their arguments is the mode."""
+_OWNERS_RIGHTS: Final = 0o700
 _NAMELESS_FILE: Final = "memfd_create"
 """System call that also allocates memory outside of the address space; CUDA needs it (error 304 since driver 570)."""
 _SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
@@ -301,6 +320,7 @@ _X32: Final = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER_AT, _AUDIT_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
+_ARGUMENT_BYTES = 8
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _SET_FILTER, _ALL_THREADS = 1, 1
 
@@ -341,7 +361,12 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
     rules += _on(machine, "socketpair", _unless_type_in((_STREAM, _PACKETS)))
     rules += [] if sandbox.network else _on(machine, "connect", _deny())
     rules += _on(machine, "clone3", _deny(errno.ENOSYS))
-    rules += _on(machine, "prlimit64", _unless_argument_in((0, pid)))
+    for name in ("prlimit64", *_SCHEDULING):
+        rules += _on(machine, name, _unless_argument_in((0, pid)))
+    for name in _ATTRIBUTES:
+        rules += _on(machine, name, _ignore())
+    for name, argument in _MODES.items():
+        rules += _on(machine, name, _ignore_without(_OWNERS_RIGHTS, argument) if sandbox.processes else _ignore())
     if sandbox.processes:
         return [*rules, *_on(machine, "clone", _deny_with(_NEW_NAMESPACES)), (_RETURN, 0, 0, _ALLOW)]
     for name in ("fork", "vfork", "pidfd_send_signal"):
@@ -359,6 +384,17 @@ def _on(machine: _Machine, name: str, action: _Filter) -> _Filter:
 
 def _deny(reason: int = errno.EPERM) -> _Filter:
     return [(_RETURN, 0, 0, _error(reason))]
+
+
+def _ignore() -> _Filter:
+    """Return the rule that skips the call and reports success."""
+    return [(_RETURN, 0, 0, _error(0))]
+
+
+def _ignore_without(bits: int, argument: int) -> _Filter:
+    """Return the rule that ignores calls whose argument lacks one of ``bits``."""
+    tests = [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT + _ARGUMENT_BYTES * argument), (_AND, 0, 0, bits), (_EQUAL, 1, 0, bits)]
+    return [*tests, *_ignore(), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
