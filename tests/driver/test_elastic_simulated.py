@@ -44,7 +44,7 @@ def job(ahead: int) -> RLJob:
                 "algorithm": {"steps": 10, "promptsPerStep": SAMPLES // 8, "groupSize": 8},
                 "sampling": {"maxTokens": 4096},
                 "schedule": {"mode": "async", "swapAt": "token", "maxStaleness": ahead, "stalenessThreshold": ahead},
-                "rollout": {"engine": {"slots": SLOTS}, "maxReplicas": 64},
+                "rollout": {"engine": {"slots": SLOTS}, "minReplicas": 0, "maxReplicas": 64},
                 "elasticity": {"enabled": True, "stabilizationSeconds": 0},
             },
         }
@@ -220,6 +220,26 @@ def test_six_are_found_and_two_when_the_need_falls(ahead: int, most: float, seed
     assert shrunk[-1] == 2, run.had
     run.go(30)
     assert run.had[-1][1] == 2, run.had
+
+
+def test_the_last_rollout_stays_where_none_might_be_left() -> None:
+    """Samples pile up, and without a rollout no step would follow from which more could be decided."""
+    run = Run(train_s=15.5 * enough(15.5) / 0.2, ahead=4, rollouts=1, seed=0)
+    run.go(12)
+    assert run.had == [(0, 1)]
+
+
+@pytest.mark.parametrize(("replicas", "ever", "wanted"), [(0, False, 1), (0, True, None), (1, False, None)])
+def test_a_job_that_begins_without_rollouts_asks_for_one(replicas: int, ever: bool, wanted: int | None) -> None:
+    """A driver that restarts knows that there were some, and leaves their number as it is."""
+    spec, lives = job(1).spec, Lives(opened=0.0)
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"replicas": replicas})})
+    if ever:
+        for now in (1.0, 2.0):
+            lives.observe("rollout-0", role="rollout", started=0.0, now=now, busy_s=0.0, held_s=0.0, tokens=0)
+    elastic = DesiredRollouts(spec, lives=lives)
+    elastic.update([], running=0, slots=0, queued=0, step=0, lag=0.0, now=3.0)
+    assert elastic.desired == wanted
 
 
 def test_rollouts_that_make_no_more_tokens_are_given_back() -> None:

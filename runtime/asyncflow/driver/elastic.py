@@ -4,7 +4,8 @@ The supervisor of one machine and the operator follow this number if the manifes
 gauge that shows it. The driver does not depend on which of them scales: it uses the rollouts that are present.
 
 Invariants: the number is the result of the last decision, and None before the first; it is not limited to the job's
-bounds, which change on a cluster while the driver runs.
+bounds, which change on a cluster while the driver runs. It is at least 1: without a rollout the job makes no steps, so
+there would be nothing to decide from. If the policy is enabled, a job that starts without rollouts requests one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class DesiredRollouts:
         self._lives = lives
         self._laps = Laps(lives)
         self._window: SignalWindow | None = None
+        self._starts_empty = spec.elasticity.enabled and not spec.rollout.replicas
         self._samples = spec.algorithm.prompts_per_step * spec.algorithm.group_size
         self._policy = Elasticity(
-            least=min(1, spec.rollout.min_replicas),
+            least=1,
             most=MOST_REPLICAS,
             wait_share=spec.elasticity.target_trainer_wait_share,
             queued_steps=spec.elasticity.max_queued_steps,
@@ -66,6 +68,8 @@ class DesiredRollouts:
             self._laps.record_slots(running / slots)
         recent = self._laps.recent()
         if recent is None:
+            if self._starts_empty and not self._lives.occupied("rollout")[0]:
+                self.desired = 1
             return
         present = [each for each in rollouts if each.state != "draining"]
         ready = sum(each.state != "starting" for each in present)
