@@ -16,10 +16,10 @@ import torch
 from train_reference import HORIZON, TEMPERATURE, assert_same_bits, padded_logprobs, part, samples, weights
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -393,8 +393,10 @@ def test_a_machine_that_cannot_compile_is_told_before_anything_is_trained(
 
 
 def test_layers_that_are_computed_again_have_no_dropout(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-    assert config.resid_pdrop > 0
+    # OPT's layers apply dropout themselves, to the results of their modules.
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 32, "max_position_embeddings": 64}
+    config = OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    assert config.dropout > 0
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     plain, again = backend(tmp_path), backend(tmp_path, options={"gradient_checkpointing": True})
     assert train(plain, 1, 2) == train(again, 1, 2)

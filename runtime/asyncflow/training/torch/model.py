@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -61,8 +62,21 @@ def checkpoint_layers(model: nn.Module) -> None:
     layers = _layers(model, option="gradient_checkpointing")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
-        # The layer reads only its own flag; its submodules stay in evaluation mode.
-        layer.training = True
+        layer.training = True  # transformers recomputes only layers in training mode
+        layer._gradient_checkpointing_func = partial(_recomputed, layer)  # noqa: SLF001
+
+
+def _recomputed(layer: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
+    """Return the result of ``function``, the pass of ``layer``, in evaluation mode and without its activations."""
+
+    def evaluated(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_layers(model: nn.Module, *, device: torch.device) -> None:
