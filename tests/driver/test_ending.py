@@ -57,7 +57,7 @@ class Job:
         return SimpleNamespace(last_committed_step=self.committed)
 
     def make(self, step: int) -> None:
-        self.progress.step({"step": step, "attempt": 0, "at": float(step)})
+        self.progress.step({"step": step, "attempt": 0, "at": float(step), "wall_s": 1.0})
 
     def trainer(self, *, index: int = 0, attempt: int = 0, exported: bool) -> None:
         incarnation = f"trainer {index} {attempt}"

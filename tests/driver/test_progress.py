@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from count_work import bytecodes
 
 from asyncflow.api.status import RewardState
 from asyncflow.driver.ending import summarize
@@ -131,6 +132,28 @@ def test_figures_are_those_of_the_last_ten_steps_and_a_pace_is_of_one_attempt(tm
     progress.step(step_line(41, attempt=1, wall_s=1000.0, wait_s=1000.0))
     assert progress.tokens_per_second() == pytest.approx(1000 / recent), "nothing is known of what it loaded"
     assert progress.wait_share() == pytest.approx((1000 + (recent - 31) / 4) / (1000 + recent - 31))
+
+
+def test_the_work_of_a_line_or_a_figure_does_not_grow_with_the_number_of_steps(tmp_path: Path) -> None:
+    def work(steps: int) -> tuple[float, int]:
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        lines = [step_line(step) for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        read = bytecodes(lambda: RunProgress(folder, steps=steps, now=0.0))
+        progress = RunProgress(folder, steps=steps + 1, now=0.0)
+
+        def figures() -> None:
+            assert progress.done == steps
+            assert (progress.eta_seconds(), progress.step_p95(), progress.wait_share()) == (2.0, 2.0, 0.25)
+            assert (progress.tokens_per_second(), progress.samples_needed(), progress.last_step_at) == (50, 4 / 1.5, 0)
+            assert not progress.step(step_line(steps + 1))
+
+        return read / steps, bytecodes(figures)
+
+    (line, figures), (later_line, later_figures) = work(100), work(400)
+    assert later_line < 1.1 * line
+    assert later_figures < 1.1 * figures
 
 
 def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> None:

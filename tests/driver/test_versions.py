@@ -57,9 +57,9 @@ def test_weights_are_evaluated_only_after_their_step_is_recorded(tmp_path: Path)
         catalogue.publish(whole(Version(0, step)))
     assert versions.due() == [0]
     for step in (1, 2):
-        progress.step({"step": step, "attempt": 0, "at": 0.0})
+        progress.step({"step": step, "attempt": 0, "at": 0.0, "wall_s": 1.0})
     assert versions.due() == [0, 2]
-    progress.step({"step": 1, "attempt": 1, "at": 1.0})
+    progress.step({"step": 1, "attempt": 1, "at": 1.0, "wall_s": 1.0})
     assert versions.due() == [0], "θ_2 is one of a history that is no more"
 
 
@@ -74,7 +74,7 @@ def test_a_driver_that_begins_again_has_nobody_forget_what_is_to_be_evaluated(tm
         evaluates=True,
     )
     for step in (1, 2, 3):
-        versions.progress.step({"step": step, "attempt": 0, "at": 0.0})
+        versions.progress.step({"step": step, "attempt": 0, "at": 0.0, "wall_s": 1.0})
         versions.assignment.issue()
     assert versions.unevaluated() == [0, 2, 4]
     for step in (None, 3, 1, 0, 2):
@@ -115,6 +115,6 @@ def test_a_version_is_kept_for_prompts_that_are_still_to_come(tmp_path: Path, dr
         assignment.exclude(2)
     for step in range(3):
         catalogue.publish(whole(Version(0, step)))
-        versions.progress.step({"step": step, "attempt": 0, "at": 0.0})
+        versions.progress.step({"step": step, "attempt": 0, "at": 0.0, "wall_s": 1.0})
     catalogue.require(versions.required())
     assert catalogue.releasable == [Version(0, 0)]

@@ -1,5 +1,6 @@
 """The prompt assignment: every serial in one step, every step filled again after filtering."""
 
+from count_work import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,10 @@ def test_unfinished_are_the_steps_that_were_begun_and_the_one_that_gets_the_next
         seen.append(assignment.unfinished(trained_step=0))
     assert seen == [{1}, {1}, {1, 2}, {1, 2}, {1, 2}]
     assert [assignment.unfinished(trained_step=step) for step in (1, 2)] == [{2}, set()]
+    later = PromptAssignment(prompts_per_step=1, steps=2000)
+    later.restore({}, committed=1999, next_serial=1999, missing=())
+    assert (later.unfinished(trained_step=1999), later.dispatched, later.running) == ({2000}, 1999, 0)
+    assert bytecodes(lambda: later.unfinished(trained_step=1999)) < 500, "trained steps cost no work"
 
 
 def test_steps_that_are_trained_stay_full_whether_the_ledger_tells_of_them_or_not() -> None:

@@ -1,5 +1,6 @@
 """The windows of versions follow the papers, and no window ever allows more lag than was promised."""
 
+from count_work import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,9 @@ def test_evaluations_are_the_first_the_last_and_each_nth() -> None:
     assert Schedule(steps=25, lag=1, exact=True).evaluations() == [0, 25]
     every_second = Schedule(steps=25, lag=1, exact=False, sync_every=2, eval_every=5)
     assert every_second.evaluations() == [0, 10, 20, 25], "of those that are published"
+    assert all(map(every_second.evaluates, every_second.evaluations()))
+    many = Schedule(steps=100_000, lag=1, exact=True, eval_every=20_000)
+    assert bytecodes(many.evaluations) < 1000, "the driver asks for them whenever a group is finished"
 
 
 def test_each_nth_version_is_published_and_the_last() -> None:

@@ -37,7 +37,7 @@ from asyncflow.driver.journal import FIRST_DISPATCH, LIVES, PROMPTS, REWARDS, St
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.presence import LiveState, evidence_of, live_state
-from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
+from asyncflow.driver.progress import RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import build_status, count_step, set_gauges, waiting_for
@@ -523,7 +523,7 @@ class Driver:
         )
 
     def _supply(self) -> Supply:
-        steps, stats = self.progress.step_seconds()[-RECENT_STEPS:], self._stats
+        steps, stats = self.progress.step_seconds(), self._stats
         return Supply(
             rates=self.members.sample_rates(),
             need=self.progress.samples_needed(),

@@ -17,10 +17,11 @@ import asyncio
 import logging
 import statistics
 import time
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +112,7 @@ class RunProgress:
     steps: int
     now: float
     _by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _seconds: list[float] = field(default_factory=list)
     _unreported: dict[int, int] = field(default_factory=dict)
     _newest: int = 0
     evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
@@ -163,8 +165,9 @@ class RunProgress:
             what = f"attempt {line['attempt']} of the trainer was replaced by attempt {self._newest}"
             raise Fenced(what, where=f"the report of step {line['step']}")
         self._newest = line["attempt"]
-        made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
-        made |= {step: attempt for step, attempt in self._unreported.items() if step > max(made, default=0)}
+        later = takewhile(lambda old: old["step"] >= line["step"], reversed(self._by_step.values()))
+        made = {old["step"]: old["attempt"] for old in later}
+        made |= {step: attempt for step, attempt in self._unreported.items() if step > self._last_step}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
         if again:
             self.note(AGAIN, at=line["at"], step=line["step"])
@@ -191,7 +194,12 @@ class RunProgress:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The steps of the surviving history, in order."""
-        return [self._by_step[step] for step in sorted(self._by_step)]
+        return list(self._by_step.values())
+
+    @property
+    def last_line(self) -> dict[str, Any]:
+        """The newest step of the surviving history, empty before the first."""
+        return next(self._backwards, {})
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -201,36 +209,35 @@ class RunProgress:
     @property
     def done(self) -> int:
         """The newest step of the surviving history."""
-        return min(self.steps, max([*self._by_step, *self._unreported], default=0))
+        return min(self.steps, max([self._last_step, *self._unreported]))
 
     @property
     def last_step_at(self) -> float | None:
         """Time of the report of the newest step that has a line, in unix seconds."""
-        return float(self.lines[-1]["at"]) if self._by_step else None
+        return float(self.last_line["at"]) if self._by_step else None
 
     def step_seconds(self) -> list[float]:
-        """Return the seconds of each step that followed a step of the same trainer attempt."""
+        """Return the seconds of the recent steps that followed a step of the same trainer attempt, newest first."""
         return [seconds for seconds, _ in self._paces()]
 
     def tokens_per_second(self) -> float:
         """Return the trained tokens per second over the recent steps that followed a step of the same attempt."""
-        recent = self._paces()[-RECENT_STEPS:]
+        recent = self._paces()
         seconds = sum(pace for pace, _ in recent)
         return sum(tokens for _, tokens in recent) / seconds if seconds > _LEAST_S else 0.0
 
     def eta_seconds(self) -> float | None:
         """Return the seconds to the last step at the pace of the recent steps; None while there is no pace."""
-        recent = self.step_seconds()[-RECENT_STEPS:]
+        recent = self.step_seconds()
         return statistics.fmean(recent) * (self.steps - self.done) if recent else None
 
     def step_p95(self) -> float | None:
         """Return the 95th percentile of the seconds of a step."""
-        seconds = sorted(self.step_seconds())
-        return seconds[int(0.95 * len(seconds))] if seconds else None
+        return self._seconds[int(0.95 * len(self._seconds))] if self._seconds else None
 
     def wait_share(self) -> float:
         """Return the share of the time of the recent steps in which the trainer waited for samples."""
-        recent = self.lines[-RECENT_STEPS:]
+        recent = list(islice(self._backwards, RECENT_STEPS))
         wall = sum(float(line["wall_s"]) for line in recent)
         return min(1.0, sum(float(line["wait_s"]) for line in recent) / wall) if wall else 0.0
 
@@ -238,7 +245,7 @@ class RunProgress:
         """Return the samples per second that the trainer took in the recent steps while it did not wait, None if
         unknown.
         """
-        recent = self.lines[-RECENT_STEPS:]
+        recent = list(islice(self._backwards, RECENT_STEPS))
         worked = sum(float(line["wall_s"]) - float(line["wait_s"]) for line in recent)
         return sum(int(line["samples"]) for line in recent) / worked if worked > _LEAST_S else None
 
@@ -247,19 +254,38 @@ class RunProgress:
         self._metrics.close()
         self._events.close()
 
+    @property
+    def _backwards(self) -> Iterator[dict[str, Any]]:
+        """The steps of the surviving history, the newest first."""
+        return reversed(self._by_step.values())
+
+    @property
+    def _last_step(self) -> int:
+        """The newest step that has a line, 0 if none has."""
+        return next(reversed(self._by_step), 0)
+
     def _paces(self) -> list[tuple[float, int]]:
-        """Return the seconds and tokens of each step that followed a step of the same attempt."""
-        pairs = [(a, b) for a, b in pairwise(self.lines) if a["attempt"] == b["attempt"]]
-        return [(float(b["wall_s"]), int(b["tokens"])) for _, b in pairs]
+        """Return the seconds and tokens of the recent steps that followed a step of the same attempt, newest first."""
+        followed = (b for b, a in pairwise(self._backwards) if a["attempt"] == b["attempt"])
+        return [(float(b["wall_s"]), int(b["tokens"])) for b in islice(followed, RECENT_STEPS)]
 
     def _forget(self, step: int) -> None:
         self.evaluations = {known: result for known, result in self.evaluations.items() if known < step}
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Add a step after the steps before it; it replaces all later ones."""
         step = int(line["step"])
-        for later in [known for known in self._by_step if known >= step]:
-            del self._by_step[later]
+        while self._by_step and self._last_step >= step:
+            _, later = self._by_step.popitem()
+            if self._followed_by(later):
+                del self._seconds[bisect_left(self._seconds, float(later["wall_s"]))]
+        if self._followed_by(line):
+            insort(self._seconds, float(line["wall_s"]))
         self._by_step[step] = line
+
+    def _followed_by(self, line: Mapping[str, Any]) -> bool:
+        """Return whether the attempt of ``line`` also made the newest step."""
+        return bool(self._by_step) and self.last_line["attempt"] == line["attempt"]
 
     def _check_step(self, line: Any) -> None:
         """Raise msgspec.ValidationError or ValueError if ``line`` is not a step of this run."""

@@ -84,7 +84,7 @@ def build_status(
     number of prompts that were too long; step_progress: progress of the current step; clock_ahead_s: seconds by which
     the system clock is ahead of ``clock.now``.
     """
-    last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
+    last = progress.last_line
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
     return DriverStatus(
         attempt=attempt,

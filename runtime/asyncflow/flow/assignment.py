@@ -5,7 +5,8 @@ step lacks a prompt again and gets the next serial. Under ``fill: completion`` a
 step with a group that is late.
 
 Invariants: every serial below ``next_serial`` belongs to exactly one step, was skipped, or is missing (never created);
-a step never has more than ``prompts_per_step`` groups that are neither filtered nor dropped.
+a step never has more than ``prompts_per_step`` groups that are neither filtered nor dropped. Trained steps cost no work
+when the driver asks for counts, which it does whenever a group is finished.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ class LedgerStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class PromptAssignment:
-    """The assignment of prompts to steps: pure state, which ``restore`` rebuilds from the ledger."""
+    """The assignment of prompts to steps: pure state, which ``restore`` rebuilds from the ledger.
+
+    dispatched: number of issued prompts that are neither filtered nor dropped; running: number of issued prompts whose
+    groups are not decided yet.
+    """
 
     prompts_per_step: int
     steps: int
     next_serial: int = 0
+    dispatched: int = 0
+    running: int = 0
     _step_of: dict[int, int] = field(default_factory=dict)
     _counted: Counter[int] = field(default_factory=Counter)
     _excluded: set[int] = field(default_factory=set)
@@ -43,6 +50,7 @@ class PromptAssignment:
     _out: dict[int, set[int]] = field(default_factory=dict)
     _missing: list[int] = field(default_factory=list)
     _lowest: int = 1
+    _highest: int = 0
 
     def issue(self, *, available: int | None = None) -> tuple[int, int] | None:
         """Return the next (serial, step), or None if every step has its prompts or the next prompt is not available.
@@ -58,6 +66,7 @@ class PromptAssignment:
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)
         self._undecided[self._lowest] += 1
+        self.running += 1
         return serial, self._step_of[serial]
 
     def waits_for_prompt(self, available: int | None) -> bool:
@@ -74,6 +83,8 @@ class PromptAssignment:
         """Record that ``serial`` belongs to ``step``."""
         self._step_of[serial] = step
         self._counted[step] += 1
+        self._highest = max(self._highest, step)
+        self.dispatched += 1
         self.next_serial = max(self.next_serial, serial + 1)
 
     def skip(self, serial: int) -> None:
@@ -87,7 +98,9 @@ class PromptAssignment:
             return False
         self._finished.add(serial)
         step = self._step_of[serial]
-        self._undecided[step] = max(0, self._undecided[step] - 1)
+        if self._undecided[step]:
+            self._undecided[step] -= 1
+            self.running -= 1
         self._remove_out(serial)
         return True
 
@@ -131,6 +144,7 @@ class PromptAssignment:
         self._excluded.add(serial)
         step = self._step_of[serial]
         self._counted[step] -= 1
+        self.dispatched -= 1
         self._lowest = min(self._lowest, step)
         return True
 
@@ -152,11 +166,8 @@ class PromptAssignment:
         self.next_serial = next_serial
         self._missing = sorted(missing)
         self._undecided = Counter({step: recorded.undecided for step, recorded in steps.items()})
-
-    @property
-    def running(self) -> int:
-        """Number of issued prompts whose groups are not decided yet."""
-        return self._undecided.total()
+        self.dispatched, self.running = self._counted.total(), self._undecided.total()
+        self._highest = max(self._counted, default=0)
 
     def complete(self, step: int) -> bool:
         """Return whether the step has all its prompts and all its groups are decided."""
@@ -166,16 +177,11 @@ class PromptAssignment:
         """Return the number of prompts of the step that are not issued yet or must be replaced."""
         return max(0, self.prompts_per_step - self._counted[step])
 
-    @property
-    def dispatched(self) -> int:
-        """Number of issued prompts that are neither filtered nor dropped."""
-        return self._counted.total()
-
     def complete_together(self, steps: Sequence[int]) -> bool:
         """Return whether the samples of ``steps`` may be passed on: all steps are complete, or there is only one."""
         return len(steps) <= 1 or all(map(self.complete, steps))
 
     def unfinished(self, *, trained_step: int) -> set[int]:
         """Return the steps after ``trained_step`` that have had prompts, and the step that gets the next prompt."""
-        started = {step for step in self._counted if step > trained_step}
+        started = set(filter(self._counted.__contains__, range(trained_step + 1, self._highest + 1)))
         return started | set(islice(filter(self.lacks, range(trained_step + 1, self.steps + 1)), 1))

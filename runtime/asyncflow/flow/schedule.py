@@ -9,6 +9,7 @@ Invariant: a sample of step k never starts under a version whose lag at its grad
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,7 +83,8 @@ class Schedule:
 
     def evaluations(self) -> list[int]:
         """Return the steps whose weights are evaluated, in order."""
-        return [step for step in range(self.steps + 1) if self.evaluates(step)]
+        regular = range(0, self.steps, math.lcm(self.eval_every, self.sync_every)) if self.eval_every else ()
+        return sorted({0, *regular, self.steps})
 
     def required(self, unfinished: set[int]) -> set[int]:
         """Return the versions that unfinished steps need exactly; empty if newer versions will do."""
