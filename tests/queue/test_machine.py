@@ -257,14 +257,15 @@ class QueueMachine(RuleBasedStateMachine):
     def every_sample_is_in_one_state(self):
         partition = self.queue.table.state.partitions[P]
         alive = {(s, j): row for s, g in partition.groups.items() for j, row in enumerate(g.rows)}
-        ended = {(s, j) for s, f in partition.finished.items() for j in range(len(f.outcome))}
+        outcomes = {serial: f.outcome for of in partition.finished.values() for serial, f in of.items()}
+        ended = {(s, j) for s, letters in outcomes.items() for j in range(len(letters))}
         assert alive.keys() | ended == self.created
         assert not alive.keys() & ended
         assert sum(partition.counts.values()) == len(self.created)
         for state in RowState:
             in_groups = sum(row.state is state for row in alive.values())
             letters = {RowState.TRAINED: "t", RowState.FILTERED: "f", RowState.DROPPED: "d"}
-            finished = sum(f.outcome.count(letters.get(state, "-")) for _, f in partition.finished.items())
+            finished = sum(outcome.count(letters.get(state, "-")) for outcome in outcomes.values())
             assert partition.counts[state] == in_groups + finished
         assert {row for row in alive.values() if row.state is RowState.WANTED} == set(partition.wanted)
 

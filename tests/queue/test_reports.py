@@ -1,6 +1,7 @@
 """Reports of a controller about its table, and of several controllers together."""
 
 import pytest
+from count_work import bytecodes
 from msgspec.structs import replace
 
 from asyncflow.queue.protocol.calls import AskSlot
@@ -125,6 +126,21 @@ def test_a_step_is_said_to_have_what_was_put_done_and_filtered_of_it(table, queu
     third = StepState(serials=[4], done=second.done, undone=second.done, filtered=2, excluded=1)
     assert snapshot(partition).steps == {1: first, 2: second, 3: third}
     assert snapshot(partition, step=2).steps == {2: second}
+
+
+def test_the_report_of_a_step_costs_no_work_for_the_steps_before_it(queue):
+    def work(step):
+        """Train the steps up to ``step``, and return the work of the next one's report."""
+        partition = queue.table.state.partitions[P]
+        for number in range(len(partition.finished) + 1, step + 1):
+            queue.create(2 * number, 2 * number + 1, step=number)
+            rows = queue.claim("rollout")
+            queue.table.claims.drop(rows[0].lease, [row.row for row in rows], "dropped")
+        assert len({id(finished) for ended in partition.finished.values() for finished in ended.values()}) == 1
+        return bytecodes(lambda: snapshot(partition, step=step + 1))
+
+    few, many = work(10), work(30)
+    assert many < 1.1 * few
 
 
 def test_what_controllers_say_is_put_together_and_nothing_is_counted_twice(table):

@@ -22,7 +22,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import FILTERED, StepTotals
 from asyncflow.queue.table.partition import Decision, PartitionState, Serials, Step
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import IDLE, STATES, Finished, Lease, LeaseTable, Row, RowGroup, RowState, TaskWork
+from asyncflow.queue.table.state import IDLE, STATES, Lease, LeaseTable, Row, RowGroup, RowState, TaskWork, finished
 
 Apply: TypeAlias = Callable[["QueueState", Any], None]
 """The function that applies one type of event."""
@@ -297,13 +297,12 @@ def _unstage(partition: PartitionState, step: Step) -> None:
 
 
 def _uncommit(state: QueueState, partition: PartitionState, theta: int) -> None:
-    again = [(s, f) for s, f in partition.finished.items() if f.step > theta and "t" in f.outcome]
-    for serial, finished in sorted(again):
-        del partition.finished[serial]
+    later = [(s, step, f) for step, of in partition.finished.items() if step > theta for s, f in of.items()]
+    for serial, step, (window, letters) in sorted(each for each in later if "t" in each[2].outcome):
+        del partition.finished[step][serial]
         assert partition.purpose is not None
-        group = RowGroup(partition.name, partition.purpose, serial, finished.step, finished.window)
-        partition.groups[serial] = group
-        for sample, letter in enumerate(finished.outcome):
+        group = partition.groups[serial] = RowGroup(partition.name, partition.purpose, serial, step, window)
+        for sample, letter in enumerate(letters):
             outcome = STATES[letter]
             partition.counts[outcome] -= 1
             state.enter(partition, Row(group, sample, 0, RowState.WANTED if outcome is RowState.TRAINED else outcome))
@@ -412,12 +411,13 @@ def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
         raise ValueError(f"the partition {record.partition} has no purpose")
     for entry in record.groups:
         serial, window = entry.serial, VersionWindow(entry.oldest, entry.newest)
-        if serial in partition.groups or serial in partition.finished or bool(entry.outcome) == bool(entry.rows):
+        ended = partition.finished.setdefault(entry.step, {}) if entry.outcome else {}
+        if serial in partition.groups or serial in ended or bool(entry.outcome) == bool(entry.rows):
             raise ValueError(f"the group {serial} exists already, or has both or none of rows and an outcome")
         if entry.outcome:
             if not STATES.keys() >= set(entry.outcome):
                 raise ValueError(f"{entry.outcome} is no outcome")
-            partition.finished[serial] = Finished(entry.step, window, entry.outcome)
+            ended[serial] = finished(window, entry.outcome)
             continue
         group = partition.groups[serial] = RowGroup(record.partition, partition.purpose, serial, entry.step, window)
         group.instead_of = entry.instead_of

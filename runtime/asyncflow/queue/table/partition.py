@@ -25,26 +25,26 @@ from asyncflow.flow.slots import weight_of
 from asyncflow.queue.ledger.events import Declared
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, StepTotals, TaskSpec
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import LETTERS, Finished, Row, RowGroup, RowState
+from asyncflow.queue.table.state import LETTERS, Finished, Row, RowGroup, RowState, finished
 
 
 class PartitionState:
     """The state of one partition.
 
     schema: dtypes by column; revision: number of changes of ``wanted``; creator: newest attempt of its creator;
-    clients: numbers by client; used: serials that exist or are ``skipped``; finished: outcomes of groups by serial;
-    keys: rows by their tag ``KEY_TAG``; cleared: number of former open rows, of which ``forgotten`` up to the last
-    clear of the whole partition; expected: announced number of rows; closed: last step of a run, 0 if an open partition
-    gets no more rows, None while more may come; resets, peeked: numbers of rows that were reset or shown; returned:
-    number of rows whose lease ended undone, by reason; elsewhere: tasks of other controllers; attempts: started
-    attempts of the gang.
+    clients: numbers by client; used: serials that exist or are ``skipped``; finished: outcomes of groups by step and
+    serial; keys: rows by their tag ``KEY_TAG``; cleared: number of former open rows, of which ``forgotten`` up to the
+    last clear of the whole partition; expected: announced number of rows; closed: last step of a run, 0 if an open
+    partition gets no more rows, None while more may come; resets, peeked: numbers of rows that were reset or shown;
+    returned: number of rows whose lease ended undone, by reason; elsewhere: tasks of other controllers; attempts:
+    started attempts of the gang.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.purpose: Purpose | None = None
         self.groups: dict[int, RowGroup] = {}
-        self.finished: dict[int, Finished] = {}
+        self.finished: dict[int, dict[int, Finished]] = {}
         self.queues: dict[str, TaskQueue] = {}
         self.elsewhere: dict[str, Declared] = {}
         self.gang = Gang()
@@ -190,7 +190,7 @@ class PartitionState:
         del self.groups[group.serial]
         if self.purpose != "open":
             outcome = "".join([LETTERS[row.state] for row in group.rows])
-            self.finished[group.serial] = Finished(group.step, group.window, outcome)
+            self.finished.setdefault(group.step, {})[group.serial] = finished(group.window, outcome)
         group.rows = []
 
     def add_keys(self, rows: Iterable[Row]) -> None:

@@ -86,14 +86,14 @@ def _unfinished(partition: PartitionState) -> list[int]:
     gang = partition.gang
     unfinished = {group.step for group in partition.groups.values()}
     uncommitted = {step for step in gang.steps if step > gang.committed}
-    uncommitted |= {finished.step for _, finished in partition.finished.items() if finished.step > gang.committed}
+    uncommitted |= {step for step, ended in partition.finished.items() if step > gang.committed and ended}
     return sorted(unfinished | uncommitted)
 
 
 def _step(partition: PartitionState, number: int) -> StepState:
     groups = [group for group in partition.groups.values() if group.step == number]
     rows = [row for group in groups for row in group.rows]
-    finished = {serial: f for serial, f in partition.finished.items() if f.step == number}
+    finished = partition.finished.get(number, {})
     outcomes = "".join(f.outcome for f in finished.values())
     tasks = [task for task, queue in partition.queues.items() if queue.spec.kind == "lease"]
 

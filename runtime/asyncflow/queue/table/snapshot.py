@@ -9,6 +9,7 @@ Invariant: ``snapshot(restore(snapshot(s))) == snapshot(s)``, where restoring is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.table.apply import QueueState
@@ -64,12 +65,13 @@ def _partition(partition: PartitionState, index: int, *, works: bool) -> Iterato
         yield ev.Began(name, gang.attempt, gang.theta, gang.world)
     if gang.committed:
         yield ev.Committed(name, gang.committed)
-    finished = [
+    finished = (
         ev.GroupRecord(serial, step, *window, outcome, [])
-        for serial, (step, window, outcome) in sorted(partition.finished.items())
-    ]
-    groups = [_group(group, works=works) for group in partition.groups.values()]
-    for records in weighed_batches(finished + groups, lambda group: len(group.rows or group.outcome), heaviest=_ROWS):
+        for step, ended in sorted(partition.finished.items())
+        for serial, (window, outcome) in sorted(ended.items())
+    )
+    groups = chain(finished, (_group(group, works=works) for group in partition.groups.values()))
+    for records in weighed_batches(groups, lambda group: len(group.rows or group.outcome), heaviest=_ROWS):
         yield ev.SnapshotGroups(name, records)
     for number in sorted(gang.steps):
         yield from _step(name, gang.steps[number])

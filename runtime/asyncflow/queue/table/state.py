@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -189,9 +190,12 @@ class RowGroup(Struct, eq=False):
 class Finished(NamedTuple):
     """The only record of a group whose samples are final. outcome: a letter for each sample, see ``LETTERS``."""
 
-    step: int
     window: VersionWindow
     outcome: str
+
+
+finished = lru_cache(maxsize=1024)(Finished)
+"""The constructor of ``Finished``; groups of a step with the same outcome share one, as a long run has millions."""
 
 
 _COUNTER_BITS = 40
