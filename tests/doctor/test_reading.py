@@ -7,13 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from count_work import bytecodes
 from runs_seen import EXAMPLES, life, steps
 
 from asyncflow.api.load import load_job, to_yaml
+from asyncflow.doctor import reading
 from asyncflow.doctor.checks import examine
-from asyncflow.doctor.reading import EvidenceReply, address_of, read
+from asyncflow.doctor.evidence import surviving
+from asyncflow.doctor.reading import EvidenceReply, address_of, read, spent_of
 from asyncflow.driver.presence import MOST_LINES, evidence_of
 from asyncflow.errors import ManifestError
+from asyncflow.timeline.tracks import Span, Timeline, Track
 
 
 def written(folder: Path, *, lines: list[dict[str, object]]) -> Path:
@@ -37,6 +41,22 @@ def test_a_step_that_was_made_again_replaces_those_after_it(tmp_path: Path) -> N
     again = [line | {"attempt": 1, "skipped": 0.0} for line in steps()[3:]]
     lines = [line | {"skipped": 1.0} for line in steps()[3:]]
     assert "skipped-steps" not in names(written(tmp_path, lines=[*lines, *again]))
+
+
+def test_a_long_run_costs_no_more_work_for_each_line_nor_for_its_last_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(count: int) -> tuple[float, int]:
+        spans = [Span(kind="idle", waits="claim", begin=at, end=at + 1) for at in range(count)]
+        tracks = [Track(role="rollout", index=0, attempt=0, main=spans)]
+        monkeypatch.setattr(reading, "read_timeline", lambda _: Timeline(tracks=tracks, begin=0, end=count))
+        lines = [{"step": step} for step in range(count)]
+        assert spent_of(tmp_path, last_s=30)["rollout-0"].seconds == 30
+        return bytecodes(lambda: surviving(lines)) / count, bytecodes(lambda: spent_of(tmp_path, last_s=30))
+
+    (line, recent), (later_line, later_recent) = work(100), work(400)
+    assert later_line < 1.1 * line
+    assert later_recent < 1.1 * recent
 
 
 def test_files_that_are_torn_or_missing_cost_their_figures_only(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from track_flaws import flaw_of
 
-from asyncflow.timeline.causes import attribute
+from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.tracks import KINDS, Kind, Span, Timeline, Track
 from asyncflow.view.page import spans as module
 from asyncflow.view.page.spans import Timelines, attributed, role_shares, shown
@@ -74,6 +74,17 @@ def test_causes_that_are_kept_break_no_track(timeline: Timeline, late: float) ->
             (span.kind, span.end) for span in was.main if span.kind != "idle"
         ]
         assert all(bool(span.cause) == (span.kind == "idle") for span in track.main)
+
+
+@settings(max_examples=25)
+@given(timelines(), st.floats(0.0, 100.0))
+def test_the_causes_of_the_last_seconds_need_only_the_spans_of_these_seconds(timeline: Timeline, late: float) -> None:
+    begin = timeline.end - late
+    recent, whole = (shares(attribute(each), begin=begin) for each in (timeline.since(begin), timeline))
+    assert recent.keys() == whole.keys()
+    for name, process in recent.items():
+        assert process.idle == pytest.approx(whole[name].idle)
+        assert process.kinds == pytest.approx(whole[name].kinds)
 
 
 @settings(max_examples=25)

@@ -178,7 +178,7 @@ def surviving(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the steps of the surviving history: a repeated step replaces its earlier line and all later steps."""
     kept: dict[int, Mapping[str, Any]] = {}
     for line in lines:
-        for later in [step for step in kept if step >= line["step"]]:
-            del kept[later]
+        while kept and next(reversed(kept)) >= line["step"]:
+            kept.popitem()
         kept[line["step"]] = line
-    return [kept[step] for step in sorted(kept)]
+    return list(kept.values())

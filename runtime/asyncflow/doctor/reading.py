@@ -107,12 +107,13 @@ def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
     last_s: only of so many last seconds, by default from the first prompt on.
     """
     try:
-        timeline = attribute(read_timeline(folder))
+        timeline = read_timeline(folder)
     except ManifestError:
         return {}
     if last_s is not None:
-        return shares(timeline, begin=timeline.end - last_s)
-    return shares(timeline, begin=timeline.first(FIRST_DISPATCH))
+        begin = timeline.end - last_s
+        return shares(attribute(timeline.since(begin)), begin=begin)
+    return shares(attribute(timeline), begin=timeline.first(FIRST_DISPATCH))
 
 
 def read_driver(url: str) -> Evidence:

@@ -10,6 +10,7 @@ seconds of one clock (in a simulation: virtual seconds from 0).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -160,3 +161,18 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     def first(self, what: str) -> float | None:
         """Return the time of the first event ``what``, None if there is none."""
         return next((mark.at for mark in self.marks if mark.what == what), None)
+
+    def since(self, at: float) -> Timeline:
+        """Return the timeline without the spans that ended before a time, and without tracks that have no others."""
+        late = [_since(track, at) for track in self.tracks if track.end > at]
+        return msgspec.structs.replace(self, tracks=late)
+
+
+def _since(track: Track, at: float) -> Track:
+    first = max(0, bisect_right(track.main, at, key=_begin) - 1)
+    background = [span for span in track.background if span.end > at]
+    return msgspec.structs.replace(track, main=track.main[first:], background=background)
+
+
+def _begin(span: Span) -> float:
+    return span.begin

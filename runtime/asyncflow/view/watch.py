@@ -36,7 +36,9 @@ PERIOD_S = 1.0
 QUIET_S = 10.0
 """Seconds without output after which a line is printed, without a terminal."""
 RECENT_S, CAUSES_S = 30.0, 5.0
-"""Recent seconds over which causes of idle time are computed, and interval in seconds at which they are read again."""
+"""Recent seconds over which causes of idle time are computed, and least seconds between two readings of the spans."""
+_READ_INTERVAL = 20.0
+"""Time between two readings of the spans, at least, as a multiple of the duration of the last one."""
 _MOST_KEYS = 64
 """Most bytes of keyboard input in one read."""
 GONE_S = 15.0
@@ -101,7 +103,7 @@ class WatchedFolder(Watched):
         super().__init__()
         self._folder = folder
         self._causes: Mapping[str, str] = {}
-        self._read = -math.inf
+        self._read_at = -math.inf
 
     @property
     def where(self) -> str:
@@ -119,11 +121,14 @@ class WatchedFolder(Watched):
         return record.processes if record is not None else []
 
     def causes(self) -> Mapping[str, str]:
-        """Return the causes in the spans of the last ``RECENT_S`` seconds; they are read every ``CAUSES_S`` seconds."""
-        if time.monotonic() - self._read > CAUSES_S:
+        """Return the causes in the spans of the last ``RECENT_S`` seconds; they are read every ``CAUSES_S`` seconds,
+        less often if there are very many.
+        """
+        if (begun := time.monotonic()) >= self._read_at:
             spent = spent_of(self._folder, last_s=RECENT_S)
             self._causes = {name: idle_words(process) for name, process in spent.items()}
-            self._read = time.monotonic()
+            now = time.monotonic()
+            self._read_at = now + max(CAUSES_S, _READ_INTERVAL * (now - begun))
         return self._causes
 
     def over(self) -> bool:

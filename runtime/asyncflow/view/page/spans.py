@@ -24,7 +24,7 @@ import msgspec
 from asyncflow.errors import ManifestError
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline, Track
+from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline
 
 COLUMNS: Final = 1000
 """Number of columns into which a window is divided if the request sets no width."""
@@ -95,8 +95,7 @@ def attributed(timeline: Timeline, *, known: Timeline | None) -> Timeline:
     settled = known.end - SETTLED_S if known is not None else 0.0
     if known is None or known.begin != timeline.begin or settled <= timeline.begin:
         return attribute(timeline)
-    late = [track for track in timeline.tracks if track.end > settled]
-    recent = attribute(msgspec.structs.replace(timeline, tracks=[_since(track, settled) for track in late]))
+    recent = attribute(timeline.since(settled))
     before = {(track.name, track.attempt): track for track in known.tracks}
     after = {(track.name, track.attempt): track for track in recent.tracks}
     tracks = []
@@ -256,13 +255,6 @@ def _dominant(short: Sequence[Span]) -> Span:
         spent[key] += span.end - span.begin
         first.setdefault(key, span)
     return first[max(spent, key=lambda key: spent[key])]
-
-
-def _since(track: Track, settled: float) -> Track:
-    """Return a track without the spans that ended before a time."""
-    first = max(0, bisect_right(track.main, settled, key=_begin) - 1)
-    background = [span for span in track.background if span.end > settled]
-    return msgspec.structs.replace(track, main=track.main[first:], background=background)
 
 
 def _seamed(old: Sequence[Span], new: Sequence[Span], at: float) -> list[Span]:
