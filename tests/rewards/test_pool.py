@@ -244,7 +244,7 @@ async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir:
     await pool.close()
 
 
-async def test_a_process_that_cannot_be_started_again_fails_the_sample_and_no_later_one(workdir: Path) -> None:
+async def test_a_process_that_cannot_be_started_again_fails_only_its_sample(workdir: Path) -> None:
     pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), PoolLimits(max_workers=1))
     await pool.start()
     away = await asyncio.to_thread(workdir.rename, workdir.with_name("elsewhere"))
