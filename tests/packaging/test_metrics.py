@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import chart
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
-from asyncflow.api.names import LABEL_QUEUE, LABEL_SYNC
+from asyncflow.api.names import LABEL_QUEUE, LABEL_SYNC, ROLES
 from asyncflow.rpc.server import RpcCounters
 from asyncflow.rpc.tls import Reason
 from asyncflow.telemetry.metrics import (
@@ -161,6 +161,19 @@ def test_the_page_has_every_metric_with_its_type_labels_and_help() -> None:
         if name.startswith("asyncflow_")
     }
     assert shown == own
+
+
+def test_every_page_names_metrics_that_exist() -> None:
+    known = emitted().keys() | {family.name for registry in registries() for family in registry.collect()}
+    pages = [*FILES.parents[2].glob("*.md"), *PAGE.parents[1].rglob("*.md")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`(asyncflow_\w+)[`{]", page.read_text())}
+    own = {
+        (page, name)
+        for page, name in named
+        if name.removeprefix("asyncflow_").partition("_")[0] in (*ROLES, "task", "operator")
+    }
+    assert len(own) > 100
+    assert {(page, name) for page, name in own if name not in known} == set()
 
 
 def test_the_page_has_every_reason_of_a_refusal() -> None:
