@@ -60,6 +60,8 @@ def model(manifest: Path) -> Path:
 def judges(manifest: Path) -> None:
     (manifest.parent / "judges.py").write_text(JUDGES)
     (manifest.parent / "broken.py").write_text("import a_module_that_is_not_there\n")
+    (manifest.parent / "torn.py").write_text("\ndef f(*, response)\n")
+    (manifest.parent / "leaves.py").write_text("raise SystemExit(3)\n")
 
 
 def rows(manifest: Path, name: str, *tasks: dict[str, object]) -> str:
@@ -255,9 +257,11 @@ def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
     ("function", "said"),
     [
         ("judges:absent", "has no function 'absent'"),
-        ("judges:narrow", "has no parameter response"),
+        ("judges:narrow", "cannot be loaded: reward.function: 'judges:narrow' has no parameter response"),
         ("judges:unsaid", "must have exactly one of the parameters prompt"),
-        ("broken:f", "No module named 'a_module_that_is_not_there'"),
+        ("broken:f", "No module named 'a_module_that_is_not_there' (broken.py:1)"),
+        ("torn:f", "SyntaxError: expected ':' (torn.py:2)"),
+        ("leaves:f", "the reward process ended (exit status 3)"),
     ],
 )
 def test_a_reward_function_is_loaded_in_a_process_of_its_own(manifest, judges, capsys, function, said):

@@ -38,7 +38,7 @@ from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.driver.sample_files import check_format
 from asyncflow.environments.functions import check as check_environment
 from asyncflow.environments.pool import environment_process
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError
 from asyncflow.flow.selection import selection_of
 from asyncflow.local.placement import DeviceAllocator
 from asyncflow.plan.job import plan
@@ -430,19 +430,23 @@ def _quoted(questions: list[str]) -> str:
 async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where: str) -> bool:
     """Load a function in a separate process; return whether it takes whole groups.
 
-    Raises ManifestError, DeadlineExceeded.
+    Raises ManifestError.
     """
     try:
         process = await RewardProcess.start(scorer, timeout=within_s)
-    except ManifestError as error:
+    except AsyncFlowError as error:
+        refused = isinstance(error, ManifestError)
+        what = error.what if refused else f"{scorer.function!r} cannot be loaded: {error.what}"
         hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
-        raise ManifestError(error.what, where=f"{where}.function", hint=hint) from error
+        if isinstance(error, DeadlineExceeded):
+            hint = "Raise reward.startSeconds, or do less when its module is imported"
+        raise ManifestError(what, where=f"{where}.function", hint=hint) from error
     await process.kill()
     return process.takes == "group"
 
 
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
-    """Load each reward function in a reward process. Raises ManifestError, DeadlineExceeded."""
+    """Load each reward function in a reward process. Raises ManifestError."""
     role = spec.reward.role
     for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
         where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
+from asyncflow.errors import AsyncFlowError
 from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
 from asyncflow.rewards.calling import Extractor, RewardFunction, end_of, failed, failed_with_traceback
@@ -67,8 +68,8 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
         function = loaded(request)
     except Exception as error:  # noqa: BLE001  a user's module may raise anything; the pool reports it
         traceback.print_exc()
-        (why,) = traceback.format_exception_only(error)[-1:]
-        _write(answers, ScoreAnswer(nonce=request.nonce, failure="raised", detail=end_of(why.strip())))
+        why = _cause(error, workdir=request.workdir)
+        _write(answers, ScoreAnswer(nonce=request.nonce, failure="raised", detail=end_of(why)))
         return
     ready = ScoreAnswer(
         nonce=request.nonce, takes=function.takes, concurrent=function.concurrent, unrestricted=unrestricted
@@ -81,6 +82,18 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
     while (question := _read(questions, Question)) is not None:
         sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
         _write(answers, answer(function, extractor, question), nonce=question.nonce)
+
+
+def _cause(error: Exception, *, workdir: str) -> str:
+    """Return the error in one line, with the last place of its traceback that is in a file of the job's folder."""
+    if isinstance(error, AsyncFlowError):
+        return str(error)
+    (what,) = traceback.format_exception_only(error)[-1:]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    own = [(Path(file), line) for file, line in places if Path(file).is_relative_to(workdir)]
+    return f"{what.strip()} ({own[-1][0].relative_to(workdir)}:{own[-1][1]})" if own else what.strip()
 
 
 async def _serve_concurrently(
