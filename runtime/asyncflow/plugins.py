@@ -45,16 +45,17 @@ def installed(group: str) -> list[str]:
     return sorted(_offered(group))
 
 
-def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[Any]:
+def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in: Iterable[str] = ()) -> type[Any]:
     """Return the plug-in class ``name``, a subclass of ``kind``.
 
-    where: the field of the manifest that names it. Raises ManifestError if no package offers it, if it cannot be
-    imported, or if it is not a subclass of ``kind``.
+    where: the field of the manifest that names it; built_in: further names that the field may have, for the error.
+    Raises ManifestError if no package offers it, if it cannot be imported, or if it is not a subclass of ``kind``.
     """
     found = _offered(group)
     if name not in found:
         what = f"no installed package offers {name!r} in {group}"
-        raise ManifestError(what, where=where, hint=f"Install its package, or give one of: {', '.join(sorted(found))}")
+        known = ", ".join(sorted({*found, *built_in}))
+        raise ManifestError(what, where=where, hint=f"Install its package, or give one of: {known}")
     try:
         with importing():
             loaded = found[name].load()

@@ -66,5 +66,6 @@ def test_validate_knows_an_installed_selection_and_refuses_another(
     order = "tasks=[{{name: a, function: 'm:f', reads: [reward], writes: [{{name: x}}], order: {}}}]"
     file = shutil.copy(ROOT / "examples" / "counting.yaml", tmp_path)
     assert runnable_job(file, [order.format("short-first")]).spec.tasks[0].order == "short-first"
-    with pytest.raises(ManifestError, match=rf"the order of the task a.*'tallest' in {SELECTIONS}.*short-first"):
+    known = "fifo, key, longest, oldest, short-first"
+    with pytest.raises(ManifestError, match=rf"the order of the task a.*'tallest' in {SELECTIONS}.*one of: {known}$"):
         runnable_job(file, [order.format("tallest")])

@@ -95,8 +95,9 @@ _KNOWN: Final[Mapping[str, type[Selection]]] = {
 
 def selection_of(name: str, *, where: str) -> Selection:
     """Return the selection of that name. Raises ManifestError, which names ``where``, if there is none."""
-    kind: type[Selection] = _KNOWN.get(name) or load_plugin(SELECTIONS, name, kind=Selection, where=where)
-    return kind()
+    kind = _KNOWN.get(name) or load_plugin(SELECTIONS, name, kind=Selection, where=where, built_in=_KNOWN)
+    made: Selection = kind()
+    return made
 
 
 def balance(weights: Sequence[int], *, ranks: int, budget: int, before: Sequence[int] = ()) -> list[list[list[int]]]:
