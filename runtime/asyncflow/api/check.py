@@ -133,8 +133,6 @@ _LIMITS = {
     "cores": ("is not a number of cores", "Write e.g. 2, or 500m for half a core"),
     "finite_number": ("is not finite", "Set a finite number"),
 }
-_CONSEQUENCES = ("default_factory_not_called",)
-"""Error types of pydantic that only follow from another error."""
 
 
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
@@ -144,7 +142,7 @@ def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
     if built is not None:
         return built, list(broken(built))
     wrong = [tuple(error["loc"]) for error in errors]
-    problems = [_problem(model, error) for error in errors if error["type"] not in _CONSEQUENCES]
+    problems = [_problem(model, error) for error in errors if not _is_consequence(error, wrong)]
     problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
     return None, problems
 
@@ -203,6 +201,13 @@ def _build(model: type[M], data: Any) -> tuple[M | None, list[Any]]:
         return model.model_validate_json(json.dumps(data), strict=True, by_name=False, context=COLLECT), []
     except ValidationError as error:
         return None, error.errors(include_url=False)
+
+
+def _is_consequence(error: Any, wrong: Sequence[Place]) -> bool:
+    """Return whether an error of pydantic only follows from another one: pydantic does not count wrong list entries."""
+    place = tuple(error["loc"])
+    inside = any(len(other) > len(place) and other[: len(place)] == place for other in wrong)
+    return error["type"] == "default_factory_not_called" or (error["type"] == "too_short" and inside)
 
 
 def _problem(model: type[Spec], error: Any) -> Problem:
