@@ -170,7 +170,7 @@ def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl
     spec["config"] = {"split": "hash"}
     halves = [opened("train", jsonl, **spec), opened("eval", jsonl, **spec, size=kept)]
     assert [half.size for half in halves] == [400 - kept, kept]
-    with pytest.raises(ManifestError, match=f"has {kept} held-out prompts, not {kept + 1}"):
+    with pytest.raises(ManifestError, match=f"has {kept} held-out prompts, not {kept + 1}. Set size to {kept}, or add"):
         opened("eval", jsonl, **spec, size=kept + 1)
     check_disjoint(*halves)
 

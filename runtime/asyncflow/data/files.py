@@ -136,10 +136,11 @@ class FileSource:
         kept = first if config.split == "whole" else first[held[first] == (purpose == "eval")]
         if len(kept) < (size or 1):
             used = "all of them" if config.split == "whole" else "only a part of them"
+            uses = f"it has {len(first)} different questions, and config.split: {config.split} uses {used}"
             raise ManifestError(
                 f"has {len(kept)} {'training' if purpose == 'train' else 'held-out'} prompts, not {size or 1}",
                 where=rows.name,
-                hint=f"Add rows: it has {len(first)} different questions, and config.split: {config.split} uses {used}",
+                hint=f"Set size to {len(kept)}, or add rows: {uses}" if size and len(kept) else f"Add rows: {uses}",
             )
         self._positions = positions[kept[:size]]
         self._fingerprints = np.sort(fingerprints[kept[:size]])
