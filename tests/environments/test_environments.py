@@ -124,7 +124,7 @@ def test_beside_a_rollout_nothing_is_scored_where_the_reward_is_a_role(tmp_path:
     [
         ("played:nothing", "no function or class"),
         ("played:needs_more", "cannot be called"),
-        ("played:NoStep", r"no method step\(text\)"),
+        ("played:NoStep", r"no method step\(text\)\. Add it"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_when_it_is_loaded(function: str, why: str) -> None:

@@ -55,7 +55,8 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
     module, _, name = BUILT_IN.get(function, function).partition(":")
     found: Any = getattr(importlib.import_module(module), name, None)
     if not callable(found):
-        raise ManifestError(f"module {module!r} has no function or class {name!r}", where=FIELD)
+        what, hint = f"module {module!r} has no function or class {name!r}", "Define it, or correct its name"
+        raise ManifestError(what, where=FIELD, hint=hint)
     stepped = inspect.isclass(found)
     names = _CONTEXT if stepped else ("transcript", *_CONTEXT)
     try:
@@ -67,7 +68,8 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
             hint="docs/guide/multi-turn.md shows a function and a class",
         ) from error
     if stepped and not callable(getattr(found, "step", None)):
-        raise ManifestError(f"class {name!r} has no method step(text)", where=FIELD)
+        hint = "Add it: it returns the text that the model reads next, or None to end the episode"
+        raise ManifestError(f"class {name!r} has no method step(text)", where=FIELD, hint=hint)
     return EnvironmentFunction(
         call=_replaying(found) if stepped else found,
         takes="sample",
