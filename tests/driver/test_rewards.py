@@ -80,6 +80,7 @@ def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> N
     for _ in range(9):
         made.take(row("raised"), step=1)
     assert made.paused.startswith("the reward to be fixed: 9 of 17 samples")
+    assert "Suspend the job (on one machine: Ctrl-C)" in made.paused
 
 
 def test_steps_are_judged_on_their_own_and_again_after_a_pause() -> None:

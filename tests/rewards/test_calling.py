@@ -186,8 +186,8 @@ def test_details_are_bounded(details: dict[str, str]) -> None:
     [
         (None, "returned a NoneType"),
         ("1.0", "returned a str"),
-        ({"score": 1.0}, "returned a dict"),
-        ({"reward": 1.0, "other": 2}, "returned a dict"),
+        ({"score": 1.0}, "returned a dict with 'score'; it must have 'reward' or 'turns'"),
+        ({"reward": 1.0, "other": 2}, "returned a dict with 'reward', 'other'"),
         ({"reward": None}, "returned a NoneType"),
         ({"reward": math.nan}, "returned nan"),
         (10**400, "returned inf"),
@@ -224,7 +224,7 @@ def test_a_number_may_be_that_of_an_array(value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "count"),
     [
-        ([1.0], "1 values"),
+        ([1.0], "a list of 1;"),
         (1.0, "a float"),
         ("abc", "a str"),
         (None, "NoneType"),

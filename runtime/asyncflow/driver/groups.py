@@ -179,7 +179,8 @@ class RewardTally:
             last_line = self.first_failure.strip().rpartition("\n")[2][:300]
             self.pause(
                 f"{part} to be fixed: {failed} of {judged} samples of step {step} have none ({reasons}). The first: "
-                f"{last_line}. Suspend the job, fix {part} and resume; or POST /v1/resume to continue unchanged"
+                f"{last_line}. Suspend the job (on one machine: Ctrl-C), fix {part} and resume; or POST /v1/resume to "
+                "continue unchanged"
             )
 
 

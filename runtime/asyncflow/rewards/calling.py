@@ -128,7 +128,7 @@ class RewardFunction:
             return ScoreAnswer(nonce=b"", scores=[_score(returned)])
         listed = _listed(returned)
         if listed is None or len(listed) != samples:
-            count = f"a {type(returned).__name__}" if listed is None else f"{len(listed)} values"
+            count = f"a {type(returned).__name__}" if listed is None else f"a list of {len(listed)}"
             return failed("invalid", f"the reward function returned {count}; it must return a list of {samples}")
         return ScoreAnswer(nonce=b"", scores=[_score_or_failure(each) for each in listed])
 
@@ -221,6 +221,10 @@ def _score(value: Any) -> Score:
     if reward is None:
         if inspect.iscoroutine(value):
             value.close()
+        if isinstance(value, dict):
+            has = f"a dict with {', '.join(map(repr, value)) or 'no keys'}"
+            wanted = "it must have 'reward' or 'turns', and may have 'details'"
+            return _invalid(f"the reward function returned {has}; {wanted}")
         kind = type(value).__name__
         return _invalid(f"the reward function returned a {kind}; it must return a finite number")
     if not math.isfinite(reward):
