@@ -109,15 +109,15 @@ def has_started(status: Any) -> bool:
 
 def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomResource:
     """Return ``view`` with the last accepted spec, from the ConfigMap of the pods; unchanged if that cannot be read or
-    belongs to another object.
+    belongs to another object. An operator of an older version accepted it, so it stays in force against newer rules.
     """
     try:
         data = json.loads((config.get("data") or {})[JOB_FILE.rpartition("/")[2]])
         uid, kind = data["metadata"]["uid"], _MODELS[view.owner.kind][0]
     except (KeyError, TypeError, ValueError):
         return view
-    model, problems = inspect(kind, readable_part(kind, data)) if uid == view.owner.uid else (None, [])
-    return view if model is None or problems else replace(view, model=_with_allowed_changes(model, raw, view.status))
+    model = inspect(kind, readable_part(kind, data))[0] if uid == view.owner.uid else None
+    return view if model is None else replace(view, model=_with_allowed_changes(model, raw, view.status))
 
 
 def _with_allowed_changes(accepted: Any, raw: Json, status: Any) -> Any:

@@ -105,6 +105,17 @@ def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pod
     assert later.model.spec.rollout.replicas == 1
 
 
+def test_a_spec_that_an_older_version_accepted_stays_in_force() -> None:
+    stagger = {"weightSync": {"stagger": 2}}
+    view = seen(raw(**stagger))
+    assert (view.model, view.problem_reason) == (None, "Invalid")
+    manifest = json.loads(config()["data"]["job.yaml"])
+    manifest["spec"] |= stagger
+    known = recover_accepted(view, raw(**stagger), config(data={"job.yaml": json.dumps(manifest)}))
+    assert known.model.spec.weight_sync.stagger == 2
+    assert "stagger has an effect with update: staggered only" in known.problem
+
+
 @pytest.mark.parametrize(
     "data",
     [
