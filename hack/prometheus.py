@@ -14,8 +14,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kube.build import binary
@@ -79,12 +81,13 @@ def check(
     *,
     minutes: int,
     firing: Sequence[Mapping[str, str]] | None = None,
+    summaries: Mapping[str, str] = MappingProxyType({}),
     values: Mapping[str, float] | None = None,
 ) -> None:
     """Evaluate the rules each minute. Raises RuleError if a result differs from the expected one.
 
-    firing: the labels of all alerts that fire at the end; values: the values of expressions at the end, each of which
-    gives one sample without labels.
+    firing: the labels of all alerts that fire at the end; summaries: the summaries of some of them, by name; values:
+    the values of expressions at the end, each of which gives one sample without labels.
     """
     expected: list[dict[str, object]] = []
     if firing is not None:
@@ -99,12 +102,26 @@ def check(
         "interval": "1m",
         "input_series": [{"series": name, "values": course} for name, course in series.items()],
         "promql_expr_test": [{"eval_time": f"{minutes}m", **each} for each in expected],
+        "alert_rule_test": [
+            {"eval_time": f"{minutes}m", "alertname": alert["alertname"], "exp_alerts": [_shown(alert, summaries)]}
+            for alert in firing or ()
+            if alert["alertname"] in summaries
+        ],
     }
     whole = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "fuzzy_compare": True, "tests": [group]}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(whole, file)
         file.flush()
         _promtool("test", "rules", file.name)
+
+
+def _shown(alert: Mapping[str, str], summaries: Mapping[str, str]) -> dict[str, object]:
+    """Return an alert as Prometheus sends it; its runbook must be the same for all jobs."""
+    name = alert["alertname"]
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    written = next(rule["annotations"] for rule in rules if rule["alert"] == name)
+    labels = {key: value for key, value in alert.items() if key != "alertname"}
+    return {"exp_labels": labels, "exp_annotations": written | {"summary": summaries[name]}}
 
 
 def lint() -> None:

@@ -10,6 +10,7 @@ from pod_world import pods
 
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.load import load_job
+from asyncflow.api.names import QUEUE_ROLES
 from asyncflow.plan import plan
 from prometheus import Change, RuleError, Series, check, course, lint, scrape
 
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 COUNTING = ROOT / "examples" / "counting.yaml"
 SETTINGS = ["transferQueue.controllers=2", "transferQueue.storageUnits=1", "algorithm.steps=10000"]
 JOB = {"namespace": "team", "rljob": "math"}
+QUEUE = {"queue": "math"}
+"""Label of the job's controllers and storage units, whose pods belong to its TransferQueue."""
 QUIET = "asyncflow_driver_quiet_seconds"
 Scraped = dict[Series, float]
 
@@ -33,6 +36,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
         found: Scraped = {}
         for name, pod in made.pods.items():
             place = {"pod": f"math-{name}", "instance": f"{pod.host}:9571", "role": pod.role.name}
+            place |= QUEUE if pod.role.name in QUEUE_ROLES else {}
             found |= scrape(pod.ask("/metrics"), **JOB, **place, index=str(pod.index))
     return found
 
@@ -41,11 +45,14 @@ def total(scraped: Scraped, name: str) -> float:
     return sum(value for series, value in scraped.items() if series.name == name)
 
 
-def told(scraped: Scraped, *changes: Change, minutes: int, firing: list[str], **labels: str) -> None:
+def told(
+    scraped: Scraped, *changes: Change, minutes: int, firing: list[str], summary: str = "", **labels: str
+) -> None:
     """Expect these alerts about the job, with these further labels, beside an operator that leads."""
     series = course(scraped, minutes=minutes, changes=changes) | {"asyncflow_operator_leads_flag": f"1x{minutes}"}
     labels = JOB | {"severity": "warning"} | labels
-    check(series, minutes=minutes, firing=[{"alertname": alert, **labels} for alert in firing])
+    summaries = dict.fromkeys(firing, summary) if summary else {}
+    check(series, minutes=minutes, firing=[{"alertname": alert, **labels} for alert in firing], summaries=summaries)
 
 
 def test_prometheus_reads_the_rules() -> None:
@@ -67,9 +74,10 @@ def test_a_job_whose_driver_is_gone_is_told(scraped: Scraped) -> None:
 
 def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None:
     full = Change("asyncflow_storage_held_bytes", {}, to=0.99 * total(scraped, "asyncflow_storage_limit_bytes"))
-    told(scraped, full, minutes=30, firing=["AsyncFlowQueueFull"])
+    summary = "the queue of team/math is 99% full"
+    told(scraped, full, minutes=30, firing=["AsyncFlowQueueFull"], summary=summary, **QUEUE)
     silent = Change("asyncflow_controller_silence_seconds", {"controller": "1"}, by=60)
-    told(scraped, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
+    told(scraped, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1", **QUEUE)
 
 
 def test_a_full_queue_that_stands_alone_is_told_beside_an_empty_one(scraped: Scraped) -> None:
@@ -84,7 +92,7 @@ def test_a_full_queue_that_stands_alone_is_told_beside_an_empty_one(scraped: Scr
     full = Change("asyncflow_storage_held_bytes", {"queue": "full"}, to=limit)
     firing = {"alertname": "AsyncFlowQueueFull", "namespace": "team", "queue": "full", "severity": "warning"}
     series = course(both, minutes=30, changes=[full]) | {"asyncflow_operator_leads_flag": "1x30"}
-    check(series, minutes=30, firing=[firing])
+    check(series, minutes=30, firing=[firing], summaries={"AsyncFlowQueueFull": "the queue of team/full is 100% full"})
 
 
 def test_what_autoscalers_follow_is_what_the_driver_wants(scraped: Scraped) -> None:
