@@ -45,9 +45,7 @@ def total(scraped: Scraped, name: str) -> float:
     return sum(value for series, value in scraped.items() if series.name == name)
 
 
-def told(
-    scraped: Scraped, *changes: Change, minutes: int, firing: list[str], summary: str = "", **labels: str
-) -> None:
+def told(scraped: Scraped, *changes: Change, minutes: int, firing: list[str], summary: str = "", **labels: str) -> None:
     """Expect these alerts about the job, with these further labels, beside an operator that leads."""
     series = course(scraped, minutes=minutes, changes=changes) | {"asyncflow_operator_leads_flag": f"1x{minutes}"}
     labels = JOB | {"severity": "warning"} | labels

@@ -39,7 +39,7 @@ _REMEDIES: Final = {
     "must specify": "Set it in podSpec, or create a LimitRange with defaults",
     "quota": "Raise the quota or request less",
     "already exists": "It belongs to another owner: delete it, or give this job another name",
-    "could not find the requested resource": "Install the definition of that kind, or remove it from spec.scheduling",
+    "page not found": "Install the definition of that kind, or remove it from spec.scheduling",
 }
 EVENT_REASONS: Final = frozenset(("Denied", "ApiFailed"))
 """Reasons that are also written as an event."""
@@ -73,10 +73,9 @@ def why_waiting(
     waiting = [pod for role in roles for pod in _of(role, state.pods) if _is_blocked(pod)]
     if not waiting:
         return why_denied(state.denied) if state.denied else None
-    claims = [
-        each for ref, each in state.objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"
-    ]
     pod, *others = waiting
+    mounted = {Ref("PersistentVolumeClaim", name) for name in pod.claims}
+    claims = [each for ref, each in state.objects.items() if ref in mounted and each.phase == "Pending"]
     role = next(role for role in roles if role.name == pod.role)
     why = _of_pod(pod, role.resources, state.nodes, claims, gang)
     more = f" ({len(others)} more {'pod waits' if len(others) == 1 else 'pods wait'})" if others else ""
@@ -118,6 +117,9 @@ def why_lacking(
         return Obstacle("NodeLost", f"{counts}: {pod.node} does not answer. {reaction}")
     if deleting := [pod for pod in affected if pod.deleting]:
         pod = deleting[0]
+        if pod.forced and pod.finalizers:
+            held = f"{pod.name} is deleted, but the finalizer {', '.join(pod.finalizers)} keeps its name"
+            return Obstacle("Terminating", f"{counts}: {held}. The client that set it must remove it")
         limit = f"at the latest {duration(OVERDUE_S)} after its grace period"
         return Obstacle("Terminating", f"{counts}: {pod.name} is being deleted on {pod.node}, then replaced, {limit}")
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:

@@ -111,12 +111,14 @@ def test_every_other_reason_why_a_pod_waits(pod, reason, said):
 
 
 def test_a_claim_without_a_volume():
-    ref = Ref("PersistentVolumeClaim", "demo-ledger")
-    claims = {each: ObjectView(ref=each, uid="u", phase="Pending") for each in (ref, Ref("PodGroup", "demo"))}
+    refs = [Ref("PersistentVolumeClaim", f"demo-{volume}") for volume in ("checkpoints", "ledger")]
+    claims = {each: ObjectView(ref=each, uid="u", phase="Pending") for each in (*refs, Ref("PodGroup", "demo"))}
     words = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
-    found = why(pending("controller", unschedulable=words), objects=claims)
+    found = why(pending("controller", unschedulable=words, claims=("demo-ledger",)), objects=claims)
     assert found.reason == "ClaimPending"
     assert found.message.endswith("no volume is bound to demo-ledger")
+    other = why(pending("trainer", unschedulable=words, claims=("models",)), objects=claims, nodes=())
+    assert other.message.startswith("demo-trainer-0 finds no node")
 
 
 def test_a_waiting_gang_names_its_scheduler():
@@ -140,6 +142,9 @@ def test_a_node_that_does_not_answer_is_named():
     assert leaving.reason == "Terminating"
     assert "demo-trainer-0 is being deleted on node-1" in leaving.message
     assert "--force" not in found.message + leaving.message
+    forced = {"ready": False, "deleting": True, "forced": True, "finalizers": ("example.com/hold",)}
+    held = lacking(pod_view("trainer", **forced)).message
+    assert "demo-trainer-0 is deleted, but the finalizer example.com/hold keeps its name" in held
     other = pod_view("rollout", ready=False, unreachable=True)
     assert why_lacking(["trainer 0/1"], [other], ran=True, alarm=Alarm(START)).reason == "Starting"
 
@@ -172,6 +177,8 @@ def test_the_obstacle_that_stops_everything_comes_first():
     unstated = 'pods "demo-rollout-1" is forbidden: failed quota: q: must specify limits.cpu for: asyncflow'
     denied = why(denied=[Denial(Ref("Pod", "demo-rollout-1"), unstated, missing=True)])
     assert denied.message.endswith("for: asyncflow. Set it in podSpec, or create a LimitRange with defaults")
+    denied = why(denied=[Denial(Ref("PodGroup", "demo"), "404 page not found", missing=True)])
+    assert denied.message.endswith("Install the definition of that kind, or remove it from spec.scheduling")
     workload = Denial(Ref("Workload", "demo"), "exceeded quota: workloads", missing=True)
     assert [why(gang="kueue").reason, why(denied=[workload], gang="kueue").reason] == ["Gang", "Denied"]
     assert (
