@@ -50,6 +50,11 @@ def waiting(words: str, phase: str = "Running") -> dict[str, object]:
 FAR = evidence(
     "algorithm.kl={coefficient: 0.1, target: {value: 0.02, horizon: 100}}", **learning(kl=0.2, approx_kl=0.01)
 )
+FAR_IN_REWARD = evidence(
+    "algorithm.kl={coefficient: 0.1, place: reward, target: {value: 0.02, horizon: 100}}",
+    **learning(penalty_kl=0.2, approx_kl=0.01),
+)
+MASKED = evidence("algorithm.correction={kind: mask}", **learning(correction_ess=0.29))
 GROWS = [0.02] * 4 + [0.03] * 4
 SYNCED = {"ledger_syncs_total": 100.0}
 EVALUATES = "evaluation.every=1"
@@ -268,12 +273,29 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
         ("kl-runaway", PAIRS["kl-runaway"][0], "algorithm.learningRate from 0.0003 to about 9e-05"),
         ("kl-runaway", FAR, "0.2 nats a token in the median of the last 5 steps, 10.0 times"),
         ("kl-runaway", FAR, "algorithm.kl.coefficient: 1 instead of 0.1, or use a horizon below 100"),
+        ("kl-runaway", FAR_IN_REWARD, "0.2 nats a token in the median of the last 5 steps, 10.0 times"),
+        ("few-effective", PAIRS["few-effective"][0], "or a smaller bound (algorithm.correction.high)"),
+        ("few-effective", MASKED, "schedule.maxStaleness below 1, or wider bounds (algorithm.correction)"),
     ],
 )
 def test_advice_is_worked_out(name: str, found: Evidence, advice: str) -> None:
     words = CHECK_OF[name].examine(found)
     assert words is not None
     assert advice in f"{words.what} {words.why} {words.change}"
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("few-effective", {"correction_ess": 0.2}),
+        ("clip-fraction", {"clip_low": 0.2, "clip_high": 0.2}),
+        ("kl-runaway", {"approx_kl": 0.2}),
+    ],
+)
+def test_a_run_without_staleness_is_not_told_to_reduce_it(name: str, figures: dict[str, float]) -> None:
+    words = CHECK_OF[name].examine(evidence(*SYNC, **learning(**figures)))
+    assert words is not None
+    assert "taleness" not in words.change
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ def clip_fraction(evidence: Evidence) -> Words | None:
     return Words(
         f"{percent(share)} of the tokens are clipped",
         f"in the last {len(low)} steps {percent(below)} of the ratios were clipped below and {percent(above)} above: "
-        "these tokens have no gradient; within a step the policy moves further than the clip range allows",
+        "within a step the policy moves further than the clip range allows",
         f"algorithm.learningRate from {algorithm.learning_rate:g} to about {algorithm.learning_rate * by:.1g} "
-        f"(x {CLIP_WELL:g} / {share:.2g}){fewer}, or a smaller staleness than {evidence.spec.schedule.max_staleness}",
+        f"(x {CLIP_WELL:g} / {share:.2g}){fewer}{_fresher(evidence, ', or ')}",
     )
 
 
@@ -156,9 +156,9 @@ def kl_runaway(evidence: Evidence) -> Words | None:
             f"{KL_OF_STEP:g} is a lot: gradients come from samples that the policy would no longer generate",
             f"algorithm.learningRate from {algorithm.learning_rate:g} to about "
             f"{algorithm.learning_rate * math.sqrt(KL_OF_STEP / 10 / step):.1g} (the divergence grows with its "
-            f"square), and a smaller staleness than {evidence.spec.schedule.max_staleness}",
+            f"square){_fresher(evidence, ', and ')}",
         )
-    distances = evidence.values("kl", FEWEST)
+    distances = evidence.values("penalty_kl" if algorithm.kl.place == "reward" else "kl", FEWEST)
     if (
         target is None
         or len(distances) < FEWEST
@@ -239,13 +239,21 @@ def few_effective(evidence: Evidence) -> Words | None:
     shares = evidence.values("correction_ess", RECENT)
     if len(shares) < FEWEST or (share := statistics.median(shares)) >= EFFECTIVE:
         return None
+    correction = evidence.spec.algorithm.correction
+    masks = correction is not None and correction.kind == "mask"
+    bounds = "wider bounds (algorithm.correction)" if masks else "a smaller bound (algorithm.correction.high)"
     return Words(
         f"importance weights leave {percent(share)} of the tokens effective",
         f"(Σw)² / (n Σw²) is {share:.2g} in the median of the last {len(shares)} steps: the variance of the gradient "
         f"is that of {percent(share)} of the samples",
-        f"schedule.maxStaleness below {evidence.spec.schedule.max_staleness}, or a smaller bound "
-        "(algorithm.correction.high)",
+        (f"schedule.maxStaleness below {most}, or " if (most := evidence.spec.schedule.max_staleness) else "") + bounds,
     )
+
+
+def _fresher(evidence: Evidence, word: str) -> str:
+    """Return the advice for fresher samples, after ``word``; "" if all samples are fresh."""
+    most = evidence.spec.schedule.max_staleness
+    return f"{word}a smaller staleness than {most}" if most else ""
 
 
 def _passes(evidence: Evidence) -> float:
