@@ -1,6 +1,7 @@
 """A reward that is a sum: values, failures, details and bounds of its components, in real processes."""
 
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,8 +120,8 @@ class Says:
         return self._scores
 
 
-async def weighed(*scores: Score, transcript: Sequence[Message] = ()) -> list[RewardResult]:
-    rewards = WeightedRewards([Component("", 2.0, Says(*scores))], low=-1.0, high=3.0)  # type: ignore[arg-type]
+async def weighed(*scores: Score, transcript: Sequence[Message] = (), name: str = "") -> list[RewardResult]:
+    rewards = WeightedRewards([Component(name, 2.0, Says(*scores))], low=-1.0, high=3.0)  # type: ignore[arg-type]
     return await rewards.score([Example(prompt="p", response="r", transcript=[*transcript])] * len(scores))
 
 
@@ -147,10 +148,18 @@ async def test_sums_that_differ_only_by_rounding_are_equal() -> None:
 
 async def test_rewards_of_turns_that_do_not_add_up_to_the_samples_are_none() -> None:
     said = [Message("assistant", "a"), Message("environment", "b"), Message("assistant", "c")]
-    scores = [Score(value=0.75, turns=[0.5, last]) for last in (0.25, 0.5)]
-    right, wrong = await weighed(*scores, transcript=said)
+    turns = [[0.5, 0.25], [0.5, 0.5], [math.inf, -math.inf], [1e308, 1e308], [math.nan, 0.0]]
+    right, *wrong = await weighed(*(Score(value=0.75, turns=each) for each in turns), transcript=said)
     assert (right.failure, right.turns) == ("", [1.0, 0.5])
-    assert (wrong.failure, wrong.turns) == ("invalid", [])
+    assert [(each.failure, each.turns) for each in wrong] == [("invalid", [])] * 4
+
+
+async def test_no_details_of_a_process_end_the_one_that_asks() -> None:
+    nested = [b'{"a":' + b"[" * depth + b"]" * depth + b"}" for depth in range(1, 1020)]
+    wrong = [b"\xff", b"[]", b'{"a":1e999}', b'{"a":"\\ud800"}', nested[-1]]
+    found = await weighed(*(Score(details=each) for each in [*nested, *wrong]), name="x")
+    assert found[0].details == b'{"x":{"a":[]}}'
+    assert [each.details for each in found[-len(wrong) :]] == [b""] * len(wrong)
 
 
 def test_of_a_long_traceback_the_end_travels_with_the_sample() -> None:

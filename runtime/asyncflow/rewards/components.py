@@ -101,10 +101,18 @@ class WeightedRewards:
 def _checked(example: Example, score: Score) -> Score:
     """Return the score, or a failure if its rewards of turns do not match the turns and the value."""
     count = example.turns
-    if not score.turns or (len(score.turns) == count and math.isclose(math.fsum(score.turns), score.value)):
+    if not score.turns or (len(score.turns) == count and math.isclose(_total(score.turns), score.value)):
         return score
     detail = f"the reward function returned rewards of {len(score.turns)} turns; there are {count}"
     return Score(failure="invalid", detail=detail, details=score.details)
+
+
+def _total(values: Sequence[float]) -> float:
+    """Return the exact sum, NaN if there is none: a reward process may send infinite or huge numbers."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def _turns(example: Example, scores: Sequence[tuple[float, Score]]) -> list[float]:
@@ -124,14 +132,15 @@ def _turns(example: Example, scores: Sequence[tuple[float, Score]]) -> list[floa
 def _details(packets: dict[str, bytes]) -> bytes:
     """Return the details of all components as one JSON object: by name, or the details of the only component.
 
-    A reward process is not trusted: details that are not a JSON object are left out.
+    A reward process is not trusted: details that are not a JSON object, or nested too deeply, are left out.
     """
     combined: dict[str, Any] = {}
     for name, packet in packets.items():
         try:
             details = msgspec.json.decode(packet, type=dict[str, Any])
+            packed({name: details})
         except (msgspec.DecodeError, RecursionError):
-            log.warning("details of a sample are dropped: they are not a JSON object")
+            log.warning("details of a sample are dropped: they are not a JSON object, or nested too deeply")
             continue
         combined |= {name: details} if name else details
     return packed(combined)
