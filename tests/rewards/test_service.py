@@ -1,6 +1,7 @@
 """Rewards from a process of their own over a Unix socket: the container of a rollout's pod that holds no Secret."""
 
 import asyncio
+import math
 import signal
 import stat
 import subprocess
@@ -17,8 +18,8 @@ from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.rewards.components import WeightedRewards
-from asyncflow.rewards.service import RewardClient, open_rewards
-from asyncflow.rewards.wire import Example
+from asyncflow.rewards.service import Greeting, RewardClient, ScoreReply, open_rewards
+from asyncflow.rewards.wire import LENGTH, Example, RewardResult, frame
 
 REWARD = """
     function: "%s"
@@ -156,9 +157,35 @@ async def test_a_function_that_cannot_be_loaded_is_refused_by_its_name(place: Pl
 
 
 async def test_where_nobody_listens_it_says_whose_log_tells_why(place: Place) -> None:
-    client = place.client(start_timeout_s=0.3)
+    client = place.client(start_timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match="container `rewards`"):
         await client.start()
+    waiting = asyncio.gather(*(one(client, example(str(n))) for n in range(50)))
+    results = await asyncio.wait_for(waiting, 10)
+    assert {result.failure for result in results} == {"died"}, "all of them wait at the same time"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (LENGTH.pack(3) + b"abc",),
+        (frame(Greeting()), frame(ScoreReply(number=0, results=[]))),
+        (frame(Greeting()), frame(ScoreReply(number=0, results=[RewardResult(value=math.nan)]))),
+        (frame(Greeting()), LENGTH.pack(3) + b"abc"),
+    ],
+)
+async def test_a_server_that_sends_anything_else_fails_the_sample_only(place: Place, frames: tuple[bytes, ...]) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for each in frames:
+            writer.write(each)
+            await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, place.socket):
+        client = place.client()
+        result = await asyncio.wait_for(one(client, example("7", "7")), 10)
+        await client.close()
+    assert (result.failure, result.value) == ("died", 0.0)
 
 
 def test_a_file_that_is_no_reward_is_refused(place: Place) -> None:

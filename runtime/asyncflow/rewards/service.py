@@ -5,7 +5,8 @@ whether its functions are loaded. The client then sends numbered requests with s
 the function takes groups), and the server replies to each number with the results.
 
 Invariants: samples are sent a second time if their connection breaks; if the second connection breaks, too, they fail.
-The client gives up a server that does not reply for a bounded time while samples are open.
+The client gives up a server that does not reply for a bounded time while samples are open. All samples that wait for a
+connection share one attempt and its failure. Invalid data from the server is a failure of the samples.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import time
@@ -25,7 +27,7 @@ import msgspec
 
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.api.rewards import RewardSpec
-from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, RewardResult, frame
 from asyncflow.telemetry.logs import setup_logging
@@ -175,6 +177,7 @@ class RewardClient:
         self._by_group = False
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
+        self._failure: AsyncFlowError | None = None
 
     @property
     def by_group(self) -> bool:
@@ -203,27 +206,39 @@ class RewardClient:
             await self._connection.close()
 
     async def _connected(self) -> _Connection:
+        known = self._failure
         async with self._connecting:
             if self._connection is not None and not self._connection.over:
                 return self._connection
+            if self._failure is not None and self._failure is not known:
+                raise self._failure
             try:
-                async with asyncio.timeout(self._start_timeout_s):
-                    reader, writer = await self._dial()
-                    greeting = await _read(reader, Greeting)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"no reward server answered within {self._start_timeout_s:g} s",
-                    where=str(self._path),
-                    hint="See the log of the container `rewards`",
-                ) from None
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                raise PeerLost("the server closed the connection immediately", where=str(self._path)) from error
-            if greeting.failure:
-                writer.close()
-                raise ManifestError(greeting.failure)
-            self._by_group = greeting.by_group
-            self._connection = _Connection(reader, writer, silence_s=self._silence_s, where=str(self._path))
+                self._connection = await self._connect()
+            except AsyncFlowError as error:
+                self._failure = error
+                raise
             return self._connection
+
+    async def _connect(self) -> _Connection:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                reader, writer = await self._dial()
+                greeting = await _read(reader, Greeting)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no reward server answered within {self._start_timeout_s:g} s",
+                where=str(self._path),
+                hint="See the log of the container `rewards`",
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise PeerLost("the server closed the connection immediately", where=str(self._path)) from error
+        except msgspec.DecodeError as error:
+            raise PeerLost(f"the server sent an invalid greeting: {error}", where=str(self._path)) from error
+        if greeting.failure:
+            writer.close()
+            raise ManifestError(greeting.failure)
+        self._by_group = greeting.by_group
+        return _Connection(reader, writer, silence_s=self._silence_s, where=str(self._path))
 
     async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while True:
@@ -263,7 +278,10 @@ class _Connection:
                 await asyncio.wait([answer], timeout=self._silence_s / 4)
                 if not answer.done() and time.monotonic() - self._last_reply > self._silence_s:
                     self._end(f"the reward server has not replied for {self._silence_s:g} s")
-            return answer.result()
+            results = answer.result()
+            if len(results) != len(examples) or not all(math.isfinite(result.value) for result in results):
+                raise PeerLost("the reward server sent invalid results", where=self._where)
+            return results
         finally:
             self._open.pop(number, None)
 
