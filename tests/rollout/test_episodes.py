@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 from asyncflow.environments.pool import EnvironmentAnswer
+from asyncflow.models.tokenizer import Tokenizer
 
 from .conftest import random_weights, write_config
 from .rollout_world import OF_TURNS, VOCAB, running_world, until
@@ -87,7 +89,16 @@ async def test_a_sample_of_several_turns_is_delivered_with_its_mask(world):
     assert all(example.response == example.transcript[-1].content for example in environment.asked)
 
 
-async def test_an_environment_ends_breaks_or_fills_a_sample(world):
+async def test_an_environment_ends_breaks_or_fills_a_sample(world, monkeypatch):
+    loop, encode = asyncio.get_running_loop(), Tokenizer.encode
+
+    def encode_beside(tokenizer, text):
+        runs = threading.Event()
+        loop.call_soon_threadsafe(runs.set)
+        assert runs.wait(5), "a long observation stops no heartbeats"
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_beside)
     await world.rollout("r0", reward="rollout_reward:one", environment=Ending(), **LONG)
     await world.put([0, 1, 2], step=1, oldest=0)
     await world.publish(0)

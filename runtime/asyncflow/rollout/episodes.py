@@ -6,11 +6,13 @@
 Invariants: the environment receives the prompt and the transcript, which is read from the response's tokens, and keeps
 no state between requests. A sample is therefore a function of its row, the settings and the weights, and the next
 holder of the row continues exactly as the previous one would have. An aborted turn is handed on without its last token,
-which the next holder makes again, as for any response.
+which the next holder makes again, as for any response. An observation of megabytes is tokenised in a thread: seconds
+without heartbeats would count as the end of the instance.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -63,7 +65,7 @@ class Episodes:
                 return completion, RewardResult(value=0.0, failure=answer.failure, detail=answer.detail)
             if answer.text is None:
                 return completion, None
-            ids = self._tokenizer.encode(answer.text)
+            ids = await asyncio.to_thread(self._tokenizer.encode, answer.text)
             if not ids:
                 detail = f"the environment's answer {answer.text!r} has no tokens; it ends an episode with None"
                 return completion, RewardResult(value=0.0, failure="invalid", detail=detail)
