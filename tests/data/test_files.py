@@ -208,6 +208,7 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
         (f'{{"prompt": "p", "answer": {10**30}}}', "cannot be sent.*ints"),
         ('{"prompt": "p", "answer": "\\ud800"}', "cannot be sent.*surrogates"),
         ('{"prompt": "p \\ud800", "answer": ""}', "cannot be sent.*surrogates"),
+        ('{"prompt": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', "tool_calls, which the model would"),
     ],
 )
 def test_what_no_row_of_the_queue_can_hold_is_refused_with_its_place(tmp_path: Path, line: str, said: str) -> None:

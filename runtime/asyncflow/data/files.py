@@ -245,6 +245,9 @@ def _question(value: Any, field: str, *, place: str) -> tuple[str, tuple[Message
         hint = "Write a string, or {role, content} for each turn"
         what = f"the field {field!r} is neither a string nor a list of messages: {error}"
         raise ManifestError(what, where=place, hint=hint) from error
+    if any(message.get("tool_calls") for message in value):
+        what = f"a message in the field {field!r} has tool_calls, which the model would not see"
+        raise ManifestError(what, where=place, hint="Write the calls into its content, in the form of the model")
     return json.dumps(value), messages
 
 
@@ -295,17 +298,18 @@ class JsonlRows:
                 where=self.name,
                 hint="Replace the file by renaming a new one, and resume the run; or use another file name",
             )
-        line = b""
-        while b"\n" not in line and (more := os.pread(self._file.fileno(), _PIECE, position + len(line))):
-            line += more
-        return _fields(line.partition(b"\n")[0], place=self.name)
+        line, end = bytearray(), -1
+        while end < 0 and (piece := os.pread(self._file.fileno(), _PIECE, position + len(line))):
+            end = piece.find(b"\n")
+            line += piece if end < 0 else piece[:end]
+        return _fields(line, place=self.name)
 
     def _stat(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 
 
-def _fields(line: bytes, *, place: str) -> dict[str, Any]:
+def _fields(line: bytes | bytearray, *, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
