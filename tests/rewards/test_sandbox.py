@@ -19,7 +19,7 @@ from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
-    import ctypes, mmap, os, resource, socket, subprocess, sys, threading, time
+    import ctypes, mmap, os, resource, socket, subprocess, sys, tempfile, threading, time
 
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,6 +78,11 @@ FUNCTION = """
                 for number in range(answer):
                     with open(os.path.join(os.environ["TMPDIR"], str(number)), "wb") as file:
                         file.write(bytes(1 << 20))
+                time.sleep(2)
+            case "nameless files":
+                files = [tempfile.TemporaryFile() for _ in range(answer)]
+                for file in files:
+                    file.write(bytes(1 << 20))
                 time.sleep(2)
             case "variables":
                 return float(len([name for name in os.environ if name.startswith("ASYNCFLOW")]))
@@ -283,12 +288,13 @@ async def test_a_driver_listens_at_a_socket_of_its_own_and_reaches_no_other(fold
 
 async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(process, "_MOST_SCRATCH_BYTES", 8 << 20)
-    some = await ask(folder, ("threads", 20), ("files", 4))
-    assert [result.value for result in some] == [1.0, 1.0]
-    threads, files = await asyncio.gather(ask(folder, ("threads", 600)), ask(folder, ("files", 12)))
-    assert (threads[0].failure, files[0].failure) == ("died", "died")
-    assert "more than 256 threads" in threads[0].detail
-    assert "wrote more than 8388608 bytes" in files[0].detail
+    some = ("threads", 20), ("files", 4), ("nameless files", 4)
+    much = ("threads", 600), ("files", 12), ("nameless files", 12)
+    results = await asyncio.gather(*(ask(folder, each) for each in (*some, *much)))
+    assert [result.value for (result,) in results[:3]] == [1.0, 1.0, 1.0]
+    threads, *files = [result.detail for (result,) in results[3:]]
+    assert "more than 256 threads" in threads
+    assert all("wrote more than 8388608 bytes" in each for each in files)
 
 
 async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:

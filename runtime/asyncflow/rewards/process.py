@@ -18,10 +18,11 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -320,12 +321,12 @@ class RewardProcess:
         while self.broken is None:
             await asyncio.sleep(_WATCH_S)
             try:
-                threads = _threads(psutil.Process(self.pid), *self._descendants())
+                processes = [psutil.Process(self.pid), *self._descendants()]
             except psutil.NoSuchProcess:
                 return
-            if threads > MOST_THREADS + self._processes:
+            if _threads(processes) > MOST_THREADS + self._processes:
                 self._break(f"had more than {MOST_THREADS + self._processes} threads")
-            elif _is_full(self._scratch):
+            elif _is_full(self._scratch, processes):
                 self._break(f"wrote more than {_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files")
 
     async def _show_output(self) -> None:
@@ -354,7 +355,7 @@ def _reap(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG) != (0, 0)
 
 
-def _threads(*processes: psutil.Process) -> int:
+def _threads(processes: Iterable[psutil.Process]) -> int:
     count = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -362,15 +363,33 @@ def _threads(*processes: psutil.Process) -> int:
     return count
 
 
-def _is_full(folder: Path) -> bool:
-    """Return whether a folder exceeds the limits of a reward process."""
-    size = files = 0
-    for place, folders, names in os.walk(folder):
-        files += len(folders) + len(names)
-        for name in names:
+def _is_full(folder: Path, processes: Iterable[psutil.Process]) -> bool:
+    """Return whether a folder exceeds the limits of a reward process.
+
+    Deleted files that ``processes`` have open are counted, too. A folder or a process that hides its files counts as
+    full.
+    """
+    errors: list[OSError] = []
+    found: dict[int, int] = {}
+    for place, folders, names in os.walk(folder, onerror=errors.append):
+        for name in (*folders, *names):
             with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(place, name)).st_blocks * _BLOCK_BYTES
-    return size > _MOST_SCRATCH_BYTES or files > _MOST_SCRATCH_FILES
+                status = os.lstat(os.path.join(place, name))
+                found[status.st_ino] = 0 if name in folders else status.st_blocks * _BLOCK_BYTES
+    device = os.stat(folder).st_dev
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            try:
+                opened = os.listdir(f"/proc/{process.pid}/fd")
+            except PermissionError as error:
+                errors += [error] if process.status() != psutil.STATUS_ZOMBIE else []
+                continue
+            for name in opened:
+                status = os.stat(f"/proc/{process.pid}/fd/{name}")
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink and status.st_dev == device:
+                    found[status.st_ino] = status.st_blocks * _BLOCK_BYTES
+    hides = any(isinstance(error, PermissionError) for error in errors)
+    return hides or sum(found.values()) > _MOST_SCRATCH_BYTES or len(found) > _MOST_SCRATCH_FILES
 
 
 def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
