@@ -47,6 +47,8 @@ _SET_VARIABLES = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_SCRATCH = "TMPDIR"
+"""Variable with the folder that a reward process and its descendants may write to."""
 _RUN_LOCK = "run/lock"
 """File that exists in the folder of every run, from its start on."""
 _RUN_PRIVATE = ("run", "ledger", "checkpoints", "logs")
@@ -221,8 +223,8 @@ class RewardProcess:
     async def kill(self) -> None:
         """Kill the process and its descendants immediately, and remove its files.
 
-        A descendant that has left the process group and whose parents have ended may survive; this method waits neither
-        for it nor for its ends of the pipes.
+        A descendant may survive the end of a reward process that was not killed, if it has left the process group and
+        changed its environment.
         """
         self._break("was killed")
         for descriptor in range(3):
@@ -232,6 +234,7 @@ class RewardProcess:
         try:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
+                self._kill_orphans()
                 await self._reap_descendants()
         except TimeoutError:
             log.error("the reward process %d was killed but has not ended within %g s", self.pid, _END_S)
@@ -304,6 +307,17 @@ class RewardProcess:
                 self._killed |= fresh
                 if not fresh:
                     break
+
+    def _kill_orphans(self) -> None:
+        """Kill the descendants that this process has adopted because the reward process ended by itself.
+
+        They are recognised by their folder for temporary files.
+        """
+        for process in psutil.Process().children(recursive=True) if self._processes else ():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_SCRATCH) == str(self._scratch):
+                    process.kill()
+                    self._killed.add(process)
 
     async def _reap_descendants(self) -> None:
         """Wait for the killed descendants, which this process has adopted from the ended one: none stays a zombie."""
@@ -427,7 +441,7 @@ def _environment(scorer: Scorer, *, scratch: Path) -> dict[str, str]:
     facts = PROFILES[scorer.accelerator.profile]
     names = (*REWARD_VARIABLES, *facts.env, *facts.variables, facts.visible)
     kept = {name: os.environ[name] for name in names if name in os.environ}
-    return kept | _SET_VARIABLES | {"HOME": str(scratch), "TMPDIR": str(scratch)}
+    return kept | _SET_VARIABLES | {"HOME": str(scratch), _SCRATCH: str(scratch)}
 
 
 def _sandbox(scorer: Scorer, *, scratch: Path) -> Sandbox:
