@@ -10,6 +10,7 @@ function runs; a child that was killed or broke the protocol receives no further
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
@@ -79,7 +80,7 @@ class FunctionProcess:
         """Start a child. outputs: columns that its function returns. Raises PeerLost if no process can be started."""
         command = (sys.executable, "-P", "-m", __name__)
         try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, process_group=0)
         except OSError as error:
             raise PeerLost(f"no process for the function can be started: {error}") from error
         return cls(process, outputs=outputs)
@@ -112,10 +113,11 @@ class FunctionProcess:
             raise PeerLost(f"the process of the function broke the protocol: {error}") from error
 
     def kill(self) -> None:
-        """End the process, if it still runs."""
-        self.usable = False
-        if self._process.returncode is None:
-            self._process.kill()
+        """End the process and all processes of its group, unless this was called before."""
+        if self.usable:
+            self.usable = False
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """End the process, and wait until it has ended. Raises DeadlineExceeded."""
