@@ -200,6 +200,16 @@ def test_every_function_of_the_project_has_its_module() -> None:
     assert all(find_spec(place.partition(":")[0]) for place in BUILT_IN.values())
 
 
+def test_a_classifier_reads_a_conversation_as_its_turns() -> None:
+    from asyncflow.rewards.classifier import turns
+
+    asked = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1"}]
+    last = {"role": "assistant", "content": "2"}
+    assert turns(json.dumps(asked), "2") == [*asked, last]
+    for text in ("1+1", "[]", "[1, 1]", '{"role": "user", "content": "1+1"}'):
+        assert turns(text, "2") == [{"role": "user", "content": text}, last]
+
+
 def test_a_classifier_that_is_to_have_a_device_never_computes_on_the_cpu_instead() -> None:
     from asyncflow.rewards.classifier import RewardModel
 

@@ -1,7 +1,7 @@
 """The reward ``reward_model``: a sequence classification model of transformers, on the device of the reward process.
 
-A sample is formatted by the model's chat template, with prompt and response as two turns; without a chat template, the
-response is appended to the prompt. The reward is the logit of ``label``.
+A sample is formatted by the model's chat template: the prompt as one turn, or as the turns of its conversation, then
+the response; without a chat template, the response is appended to the prompt. The reward is the logit of ``label``.
 
 Invariant: the model is loaded together with the function, before the deadline of the first sample starts, and from
 local files only.
@@ -15,6 +15,7 @@ import msgspec
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from asyncflow.data.base import MODEL, Message
 from asyncflow.errors import ManifestError
 from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
@@ -77,6 +78,15 @@ class RewardModel:
     def _text(self, prompt: str, response: str) -> str:
         if self._tokenizer.chat_template is None:
             return prompt + response
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        text: str = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        text: str = self._tokenizer.apply_chat_template(turns(prompt, response), tokenize=False)
         return text
+
+
+def turns(prompt: str, response: str) -> list[dict[str, str]]:
+    """Return a sample as turns. prompt: a question, or a conversation as JSON, as ``data.files`` writes it."""
+    try:
+        asked = msgspec.json.decode(prompt, type=Annotated[list[Message], msgspec.Meta(min_length=1)])
+    except msgspec.DecodeError:
+        asked = [Message(role="user", content=prompt)]
+    said: list[dict[str, str]] = msgspec.to_builtins([*asked, Message(role=MODEL, content=response)])
+    return said
