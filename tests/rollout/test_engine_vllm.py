@@ -162,6 +162,8 @@ async def test_tokens_that_were_made_before_and_after_a_swap_say_so(engine, weig
     await engine.stage(V2, weights[V2])
     await asyncio.sleep(0.3)
     await engine.load(V2, weights[V2])
+    await engine.probe(PROMPT)
+    assert not any(each.done() for each in running), "a probe waited for the end of a sequence"
     mixed = 0
     for each, completion in zip(asked, await asyncio.gather(*running), strict=True):
         ids = whole(each, completion)
@@ -206,11 +208,12 @@ async def test_prompts_are_on_record_when_they_are_read_and_again_after_a_swap_n
     await engine.load(V1, weights[V1])
     monkeypatch.setattr(engine, "spans", Spans(tmp_path / "rollout.spans", role="rollout"))
     before, began = made(), clock.now()
-    running = [asyncio.create_task(engine.generate(request(serial, max_tokens=280))) for serial in range(SLOTS)]
+    asked = [request(serial, max_tokens=280) for serial in range(SLOTS + 1)]  # also the sequence for probes is in use
+    running = [asyncio.create_task(engine.generate(each)) for each in asked]
     await until(before + SLOTS * 40)
     swapping = clock.now()
     await engine.load(V2, weights[V2])
-    waiting = asyncio.create_task(engine.generate(request(SLOTS, max_tokens=4)))
+    waiting = asyncio.create_task(engine.generate(request(SLOTS + 1, max_tokens=4)))
     waits = await until(before + SLOTS * 120)
     await asyncio.gather(*running, waiting)
     found = await read(after=waits)

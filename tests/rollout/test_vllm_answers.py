@@ -218,11 +218,21 @@ async def test_a_probe_of_which_a_token_has_no_log_prob_is_not_whole(tmp_path) -
     await engine.close()
 
 
+@pytest.mark.parametrize("probing", [False, True])
 async def test_a_line_of_metrics_that_nobody_understands_does_not_end_the_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, probing: bool
 ) -> None:
     engine = VllmEngine(folder=tmp_path, slots=4, max_length=16, options={"stall_s": 0.01})
-    engine._open = {"a": request_begun(V1)}
+    asked: list[float | None] = []
+
+    async def call(*_: object, within_s: float | None, **__: object) -> None:
+        asked.append(within_s)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._server, "call", call)
+    probe = asyncio.create_task(engine.probe([3, 4])) if probing else None
+    await asyncio.sleep(0)
+    engine._open = {} if probing else {"a": request_begun(V1)}
     told = iter(['vllm:generation_tokens_total{model="a', "vllm:generation_tokens_total x"])
     ended: list[str] = []
 
@@ -238,4 +248,7 @@ async def test_a_line_of_metrics_that_nobody_understands_does_not_end_the_watch(
     async with asyncio.timeout(5):
         await engine._watch()
     assert ended == ["it made no token for 0.01 s while 1 requests ran"]
+    if probe is not None:
+        assert asked == [None]
+        probe.cancel()
     assert [record.message.partition(",")[0] for record in caplog.records] == ["vLLM's metrics cannot be parsed"]

@@ -60,6 +60,8 @@ _CPU = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """CPU settings: threads not bound to cores, the worker inside the engine's process, no compilation."""
+_PROBES = 1
+"""Sequences of vLLM beyond ``slots``: a probe starts immediately, also while all slots are in use."""
 _CPU_BLOCK = 128
 """Tokens per block of vLLM's cache on a CPU."""
 _CPU_STEP = 4096
@@ -202,6 +204,7 @@ class VllmEngine(RolloutEngine):
         self._folder = self.folder
         self._server = VllmServer(env=self._environment(), start_s=self._set.start_s)
         self._open: dict[str, _Open] = {}
+        self._probing = 0
         self._staged: Version | None = None
         self._loading = asyncio.Lock()
         self._tokens: Counter[str] = Counter()
@@ -222,7 +225,7 @@ class VllmEngine(RolloutEngine):
             "model": str(self._folder),
             "dtype": self.dtype,
             "max_model_len": self.max_length,
-            "max_num_seqs": self.slots,
+            "max_num_seqs": self.slots + _PROBES,
             "tensor_parallel_size": self.devices.count,
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
@@ -275,7 +278,7 @@ class VllmEngine(RolloutEngine):
         heads = config.get("num_attention_heads", 1)
         width = config.get("head_dim") or config.get("hidden_size", 1) // heads
         per_token = 2 * config.get("num_hidden_layers", 1) * (config.get("num_key_value_heads") or heads) * width
-        blocks = self.slots * -(-self.max_length // _CPU_BLOCK) + 2
+        blocks = (self.slots + _PROBES) * -(-self.max_length // _CPU_BLOCK) + 2
         needed = int(blocks * _CPU_BLOCK * per_token * (4 if self.dtype == "float32" else 2))
         return min(needed, psutil.virtual_memory().available // 2)
 
@@ -410,10 +413,17 @@ class VllmEngine(RolloutEngine):
             await self._server.call("POST", "/abort_requests", dict, body={"request_ids": ids}, within_s=_CALL_S)
 
     async def probe(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probs of ``ids`` except the first; see the base class."""
+        """Return the log-probs of ``ids`` except the first; see the base class.
+
+        There is no timeout: a full cache may let the probe wait for a running sequence. ``_watch`` ends a stuck server.
+        """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(ids), "sampling_params": sampling}
-        answer = await self._server.call("POST", GENERATE, _Probed, body=body, within_s=_CALL_S)
+        self._probing += 1
+        try:
+            answer = await self._server.call("POST", GENERATE, _Probed, body=body, within_s=None)
+        finally:
+            self._probing -= 1
         pairs = zip(answer["prompt_logprobs"][1:], ids[1:], strict=False)
         found = [token["logprob"] for entry, id_ in pairs if (token := (entry or {}).get(str(id_))) is not None]
         if len(found) != len(ids) - 1:
@@ -474,7 +484,8 @@ class VllmEngine(RolloutEngine):
         seen, since, readable = -1.0, time.monotonic(), True
         while True:
             await asyncio.sleep(_WATCH_S)
-            if not self._open or self._loading.locked():
+            requests = len(self._open) + self._probing
+            if not requests or self._loading.locked():
                 seen, since = -1.0, time.monotonic()
                 continue
             made = -1.0
@@ -490,7 +501,7 @@ class VllmEngine(RolloutEngine):
             if made not in (seen, -1.0):
                 seen, since = made, time.monotonic()
             elif time.monotonic() - since > self._set.stall_s:
-                why = f"it made no token for {self._set.stall_s:g} s while {len(self._open)} requests ran"
+                why = f"it made no token for {self._set.stall_s:g} s while {requests} requests ran"
                 await self._server.close(why=why)
                 return
 
