@@ -176,6 +176,14 @@ def test_options_that_the_manifest_says_elsewhere_are_refused(name) -> None:
         read_options({"args": {name: 1}}, VllmOptions, where="here")
 
 
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable-prefix-caching"])
+def test_a_cache_that_older_weights_made_is_not_shared(tmp_path, name) -> None:
+    VllmEngine(folder=tmp_path, slots=4, max_length=16, options={"args": {name: True}})
+    VllmEngine(folder=tmp_path, slots=4, max_length=16, keeps_prefix=True, options={"args": {name: False}})
+    with pytest.raises(ManifestError, match="older weights"):
+        VllmEngine(folder=tmp_path, slots=4, max_length=16, keeps_prefix=True, options={"args": {name: True}})
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -70,6 +70,7 @@ _USABLE = 0.9
 """Fraction of its share of a device that an engine uses; the rest is for the next weights."""
 _ID = re.compile("[0-9a-f]{32}")
 """Matches the id of a request inside vLLM's own id of it."""
+_PREFIX_CACHING = ("enable_prefix_caching", "enable-prefix-caching")
 _STREAMED = 16
 """Tokens per streamed event of vLLM."""
 _MIN_TEMPERATURE = 0.01
@@ -201,6 +202,9 @@ class VllmEngine(RolloutEngine):
         if self.folder is None:
             raise ManifestError("engine vllm needs a model folder", where="rollout.engine")
         self._set = read_options(self.options, VllmOptions, where=OPTIONS)
+        if self.keeps_prefix and any(self._set.args.get(name) for name in _PREFIX_CACHING):
+            what = "prefix caching would give new responses the keys and values that older weights computed"
+            raise ManifestError(what, where=f"{OPTIONS}.args", hint="Leave it out, or set prefix: recompute")
         self._folder = self.folder
         self._server = VllmServer(env=self._environment(), start_s=self._set.start_s)
         self._open: dict[str, _Open] = {}
