@@ -95,13 +95,15 @@ class Process:
         self._on_exit(ExitStatus.of(wait_status))
 
     def _reap_orphans(self) -> None:
-        """Wait for the dead processes of the group, which became children of this process if it adopts orphans.
+        """Wait for the dead processes of the session, which became children of this process if it adopts orphans.
 
         Repeat while some are left: the kernel reports a killed process only after its last thread has ended.
         """
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-self.pid, os.WNOHANG)[0]:
-                pass
+        left = False
+        for pid in reaper.pids():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                left |= os.getsid(pid) == self.pid and not os.waitpid(pid, os.WNOHANG)[0]
+        if left:
             self._loop.call_later(_REAP_S, self._reap_orphans)
 
 

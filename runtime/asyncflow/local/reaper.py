@@ -53,10 +53,14 @@ def _belongs(pid: int, mark: str | None, sessions: Collection[int]) -> bool:
     return _alive(pid) and (in_session or (mark is not None and _marked(pid, mark)))
 
 
+def pids() -> list[int]:
+    """Return the pids of all processes, including dead ones for which their parent has not waited."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
 def members(*, mark: str | None, sessions: Collection[int]) -> list[int]:
     """Return the pids of living processes that belong to the run, except this process."""
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark, sessions)]
+    return [pid for pid in pids() if pid != os.getpid() and _belongs(pid, mark, sessions)]
 
 
 def kill(*, mark: str | None, sessions: Collection[int]) -> dict[int, int]:
