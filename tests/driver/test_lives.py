@@ -3,6 +3,7 @@ while anybody was there, and all of it survives the driver."""
 
 import msgspec
 import pytest
+from count_work import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +78,7 @@ def test_what_the_next_driver_hears_is_added_to_what_the_last_one_knew() -> None
     assert after.tokens_generated == 130
     assert after.idle_shares(20.0) == {"rollout": pytest.approx(1 - 20 / 30)}
     assert after.up_s(0.0, 20.0) == 20.0
+    assert bytecodes(after.dump) < 10 * len(after.dump()), "it is called every few seconds, with each life of the run"
 
 
 def figures(recent: RecentFigures | None) -> tuple[int, float, float]:

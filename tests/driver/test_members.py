@@ -68,7 +68,7 @@ def test_a_member_is_known_to_have_lived_up_to_its_last_heartbeat(tmp_path: Path
     assert seen.lives.idle_shares(6.0) == {"rollout": pytest.approx(0.75)}
     assert seen.lives.tokens_generated == 7
     known = seen.lives.dump()["a"]
-    assert (known["started"], known["seen"]) == (0.0, 4.0)
+    assert (known.started, known.seen) == (0.0, 4.0)
     (there,) = seen.present()
     assert (there.silent_s, there.age_s) == (2.0, 6.0)
 
@@ -101,7 +101,7 @@ async def test_who_left_as_told_is_not_taken_for_lost(tmp_path: Path) -> None:
         directory.leave(worker, reason)
     there.save(20.0)
     known = members(Directory(), tmp_path).lives.dump()
-    assert {name: life["left"] for name, life in known.items() if name in "ab"} == {"a": True, "b": False}
+    assert {name: life.left for name, life in known.items() if name in "ab"} == {"a": True, "b": False}
 
 
 async def test_a_role_that_has_left_counts_as_none_and_is_not_left_out(tmp_path: Path) -> None:

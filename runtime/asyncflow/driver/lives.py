@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -140,9 +140,9 @@ class Lives:
             reached = max(reached, end)
         return covered
 
-    def dump(self) -> dict[str, Any]:
-        """Return all lives as JSON."""
-        return {incarnation: asdict(life) for incarnation, life in self._lives.items()}
+    def dump(self) -> dict[str, Life]:
+        """Return all lives by incarnation."""
+        return dict(self._lives)
 
     def restore(self, lives: Mapping[str, Life]) -> None:
         """Restore the lives that an earlier driver wrote."""
