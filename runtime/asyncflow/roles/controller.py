@@ -22,6 +22,7 @@ from asyncflow.errors import RoleFailed
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import replica_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.report import waits
 from asyncflow.roles.context import (
     JobContext,
@@ -169,15 +170,20 @@ def _status(controller: Controller, *, units: int, insecure: bool) -> QueueStatu
     )
 
 
+def _has_ended(partition: PartitionState) -> bool:
+    """Return whether a partition is complete, or was cleared and has had no row since."""
+    cleared = partition.forgotten == partition.cleared > 0 == partition.counts.total()
+    return partition.complete or cleared
+
+
 def _show(controller: Controller, metrics: ControllerMetrics) -> None:
-    """Set the gauges, except for completed tasks, since a queue may get new partitions without limit."""
+    """Set the gauges, except for tasks of partitions that have ended, since a queue may get new ones without limit."""
     stats = controller.stats()
     metrics.rows.clear()
     metrics.parked.clear()
     for task, ready in stats.ready.items():
         leased, parked = stats.leased.get(task), stats.parked.get(task, 0)
-        complete = controller.table.state.partitions[task.rpartition("/")[0]].complete
-        if complete and not (ready or leased or parked):
+        if _has_ended(controller.table.state.partitions[task.rpartition("/")[0]]) and not (ready or leased or parked):
             continue
         metrics.rows.labels(task, "ready").set(ready)
         metrics.parked.labels(task).set(parked)

@@ -318,7 +318,8 @@ class ControllerMetrics(RoleMetrics):
         super().__init__()
         self.rows = self.gauge(
             "rows",
-            "rows by task: ready, leased; in total: live, staged, committed; none for closed partitions without work",
+            "rows by task: ready, leased; in total: live, staged, committed; none for closed or cleared partitions "
+            "without work",
             "task",
             "state",
         )

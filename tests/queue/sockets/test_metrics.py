@@ -2,8 +2,12 @@
 
 import asyncio
 
+import numpy as np
+
+from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles import controller
 from asyncflow.roles.storage import _show
+from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.metrics import ControllerMetrics, StorageMetrics
 
 GROUP = 96
@@ -55,7 +59,7 @@ async def test_a_unit_that_leaves_shows_what_is_to_be_moved_and_what_was(cluster
         assert (seen["rows"], seen["leaving_rows"], seen["moved_rows_total"]) == (0, 0, held)
 
 
-async def test_a_partition_that_is_closed_and_has_nothing_to_do_has_no_series(cluster):
+async def test_a_partition_that_is_closed_or_cleared_and_has_nothing_to_do_has_no_series(cluster):
     def tasks():
         controller._show(queue.controller, metrics)
         samples = next(each for each in metrics.registry.collect() if each.name == "asyncflow_controller_rows").samples
@@ -69,3 +73,11 @@ async def test_a_partition_that_is_closed_and_has_nothing_to_do_has_no_series(cl
         assert tasks()["train/rollout"] == 2, "it is closed, and not done"
         await queue.client.drop(await queue.claim("rollout", rows=2), reason="test", timeout=10)
         assert "train/rollout" not in tasks()
+        task, text = "step 1/grade", {"text": Jagged.from_rows([[1]], np.int32)}
+        await queue.client.declare([TaskSpec(partition="step 1", name="grade", needs=["text"])], timeout=10)
+        assert tasks()[task] == 0
+        for _ in range(2):
+            await queue.client.put("step 1", text, timeout=10)
+            assert tasks()[task] == 1
+            await queue.client.clear_partition(partition="step 1", timeout=10)
+            assert task not in tasks(), "a user may clear a partition for each step, and never close one"
