@@ -45,7 +45,7 @@ class Settings(BaseModel):
     watchers: tuple[str, ...] = ()
     """Namespaces that may read metrics and status, in addition to the operator's own; separated by commas."""
     leader_election: bool = True
-    """Whether to work only while holding the Lease."""
+    """Work only while holding the Lease."""
     lease: Annotated[str, Field(min_length=1, max_length=63)] = "asyncflow-operator"
     """Name of the Lease."""
     workers: Annotated[int, Field(ge=1, le=256)] = 16
@@ -71,7 +71,7 @@ class Settings(BaseModel):
     http_host: str = "*"
     """Address of /healthz, /readyz and /metrics; * for all addresses of this machine, IPv6 included."""
     http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
-    """Port of /healthz, /readyz and /metrics; 0 for any free port."""
+    """Port of /healthz, /readyz and /metrics; 0 is any free port."""
     decisions: Path | None = None
     """Folder of the decision log, which ``asyncflow-operator explain`` reads; none by default."""
     decision_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 << 20
@@ -131,5 +131,7 @@ def settings(arguments: dict[str, Any]) -> Settings:
 def _help(name: str) -> str:
     field = Settings.model_fields[name]
     default = field.get_default()
-    shown = "" if field.is_required() or default in (None, (), "") or field.default_factory else f" [{default}]"
-    return f"{field.description}{shown}"
+    shown = (
+        "" if field.is_required() or default in (None, (), "") or field.default_factory else f"  [default: {default}]"
+    )
+    return f"{field.description}{shown}".replace("``", "")

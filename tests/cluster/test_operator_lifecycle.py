@@ -194,7 +194,7 @@ def test_a_suspended_job_saves_first_and_resumes_as_the_next_attempt(jobs: dict[
 def test_a_job_that_takes_too_long_fails(jobs: dict[str, OneJob]) -> None:
     job = jobs["late"]
     job.until_phase("Failed")
-    assert "activeDeadlineSeconds (5s)" in job.until_says("Failed", "DeadlineExceeded")
+    assert "limits.activeDeadlineSeconds (5s)" in job.until_says("Failed", "DeadlineExceeded")
 
 
 def test_what_another_controller_manages_is_left_alone(jobs: dict[str, OneJob]) -> None:

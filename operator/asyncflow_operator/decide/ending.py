@@ -139,7 +139,7 @@ def deadline_exceeded(draft: Draft[JobStatus], spec: RLJobSpec) -> FailureResult
     if deadline is None or started is None or draft.alarm.until(started + deadline):
         return None
     return FailureResult(
-        "DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({duration(deadline)})"
+        "DeadlineExceeded", f"The job did not finish within limits.activeDeadlineSeconds ({duration(deadline)})"
     )
 
 

@@ -109,7 +109,7 @@ class Controller:
         self.handlers.start()
         address = await self.server.start()
         self.settle()
-        log.info("epoch %d serves at %s", self.table.controller, address)
+        log.info("serves at %s, epoch %d", address, self.table.controller)
         return address
 
     async def close(self) -> None:
