@@ -27,12 +27,12 @@ INTERRUPTED = 130
 
 _DISK_HINTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
-    **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
+    **dict.fromkeys((errno.EROFS, errno.EIO), "Use another folder"),
 }
 """Hint for each error of the disk, by errno."""
 _PATH_HINTS = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get access to it, or give another path"),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get access to it, or use another path"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Use another path"),
 }
 """Hint for each error of an unusable path, by errno."""
 
@@ -88,7 +88,7 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
     from asyncflow.commands import run as command
 
     if resume and fresh:
-        raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
+        raise ManifestError("--resume and --fresh exclude each other", hint="Pass one of them")
     alone = {"TransferQueue": command.serve, "WeightSync": publishing.publish}.get(kind_of(file))
     if alone is not None:
         _refuse_given("resume", why="a standalone queue or publisher always continues", hint="Leave it out")
@@ -126,7 +126,7 @@ def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int 
     if devices is None:
         from asyncflow.commands import inspect
 
-        _refuse_given(*options, why="it only has an effect with --devices", hint="Give --devices N, too")
+        _refuse_given(*options, why="it only has an effect with --devices", hint="Pass --devices N, too")
         inspect.plan(file, overrides, svg=svg)
         return
     from asyncflow.commands import planning
@@ -286,7 +286,7 @@ def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> No
     from asyncflow.commands import ui as command
 
     if file is None:
-        _refuse_given("without_texts", why="it only has an effect with --export", hint="Give --export FILE, too")
+        _refuse_given("without_texts", why="it only has an effect with --export", hint="Pass --export FILE, too")
         command.serve(directory, port=port)
     else:
         _refuse_given("port", why="--export serves nothing", hint="Leave out --export, or this option")
@@ -462,7 +462,7 @@ def merge(adapters: Path, directory: Path) -> None:
 @model.command()
 @click.argument("run", metavar="RUN", type=_DIRECTORY)
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
-@click.option("--step", default="newest", show_default=True, help="newest, best, or the number of a step.")
+@click.option("--step", default="newest", show_default=True, help="Step: newest, best, or a number.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; RUN/job.yaml by default.")
 def export(run: Path, directory: Path, step: str, job: Path | None) -> None:
     """Convert a checkpoint of a run into a Hugging Face folder."""
@@ -513,10 +513,10 @@ def serve(
 def _inspection(command: Command) -> Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True),
         click.option(
-            "--tls", type=_DIRECTORY, envvar="ASYNCFLOW_TLS", help="Folder with your certificate for the queue."
+            "--timeout", type=click.FloatRange(0, min_open=True), default=10.0, help="Seconds to wait; 10 by default."
         ),
+        click.option("--tls", type=_DIRECTORY, envvar="ASYNCFLOW_TLS", help="Folder with your certificate."),
         click.argument("address"),
     ):
         command = option(command)

@@ -31,5 +31,5 @@ def load_mooncake(part: str, *, where: str, log_level: int) -> ModuleType:
     try:
         return importlib.import_module(part)
     except ImportError as error:
-        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
+        hint = "Run pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
         raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error

@@ -55,7 +55,7 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
     if name not in found:
         what = f"no installed package offers {name!r} in {group}"
         known = ", ".join(sorted({*found, *built_in}))
-        raise ManifestError(what, where=where, hint=f"Install its package, or give one of: {known}")
+        raise ManifestError(what, where=where, hint=f"Install its package, or use one of: {known}")
     try:
         with importing():
             loaded = found[name].load()

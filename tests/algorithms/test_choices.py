@@ -37,7 +37,7 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
     ("example", "overrides", "said"),
     [
         ("gspo", ["algorithm.aggregation=token-mean"], "aggregation .*gspo averages over responses"),
-        ("dapo", ["algorithm.aggregation=token-sum"], "aggregation .*Give token-mean"),
+        ("dapo", ["algorithm.aggregation=token-sum"], "aggregation .*Set aggregation: token-mean"),
         ("dapo", ["algorithm.clip={low: 0.2, high: 0.2}"], r"clip\.high = 0\.2: dapo clips higher above"),
         ("dapo", ["algorithm.filterZeroVariance=keep"], "filterZeroVariance .*options.dynamic_sampling: false"),
         ("dapo", ["algorithm.options={overlong_buffer: 9}"], "overlong_buffer is 9, and a response has at most 8"),
@@ -45,7 +45,7 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
         ("dpo", ["algorithm.name=ipo", "algorithm.filterZeroVariance=keep"], "ipo learns only from pairs"),
         ("dpo", ["algorithm.correction={kind: mask}"], "correction.* no ratio to the behaviour policy"),
         ("dpo", ["trainer.backend.tokensPerMicroBatch=40"], "the longest one has 48 tokens"),
-        ("dpo", ["algorithm.kl={coefficient: 0.1, estimator: k1, place: reward}"], "Give place: loss"),
+        ("dpo", ["algorithm.kl={coefficient: 0.1, estimator: k1, place: reward}"], "Set place: loss"),
         ("quickstart", ["algorithm.name=pf-ppo", "algorithm.options={keep: 10}"], "keep is 10, and a group has 8"),
         ("quickstart", ["algorithm.name=reinforce-plus-plus", PERIODIC], "needs? all samples of a step"),
         ("quickstart", ["algorithm.kl={coefficient: 0.1, place: reward}", PERIODIC], "need all samples of a step"),

@@ -88,7 +88,7 @@ def test_plan_draws_the_flow(manifest, tmp_path, capsys):
         ("algorithm.steps=-1", "spec.algorithm.steps"),
         ("algorithm.stepz=1", "stepz"),
         ("rollout.engine.name=warp", "spec.rollout.engine.name"),
-        ("transferQueue.backend=tape", "Install its package, or give one of: memory, mooncake, redis"),
+        ("transferQueue.backend=tape", "Install its package, or use one of: memory, mooncake, redis"),
         ("reward.function=absent_module:f", "absent_module"),
         ("reward.extractor=nonsense", "nonsense"),
         ("data.train.source=absent.jsonl", "absent.jsonl"),
@@ -104,13 +104,13 @@ def test_a_bad_value_starts_nothing_and_makes_no_folder(manifest, capsys, overri
     assert not (manifest.parent / "out").exists()
 
 
-def test_a_queue_names_a_back_end_that_is_installed(tmp_path, capsys):
+def test_a_queue_names_a_backend_that_is_installed(tmp_path, capsys):
     file = tmp_path / "queue.yaml"
     file.write_text(
         "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: q}, spec: {backend: tape}}"
     )
     found = 'spec.backend = "tape": no installed package offers it in asyncflow.storage_backends'
-    assert f"{found}. Install its package, or give one of: memory, mooncake, redis" in refused(capsys, "validate", file)
+    assert f"{found}. Install its package, or use one of: memory, mooncake, redis" in refused(capsys, "validate", file)
     assert cli.invoke(["validate", str(file), "--set", "backend=redis"]) == 0
 
 
@@ -196,7 +196,7 @@ def test_a_path_that_cannot_be_used_is_refused(arguments, said, manifest, monkey
     assert cli.invoke(arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
-    assert f"{said}. Give another path" in err
+    assert f"{said}. Use another path" in err
 
 
 def test_a_folder_without_rights_to_it_is_refused(monkeypatch, capsys):
@@ -343,9 +343,9 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     export, target = ("model", "export", tmp_path), tmp_path / "exported"
     assert "exists already" in refused(capsys, *export, tmp_path / "there")
-    assert "--step last is not a step. Give newest, best" in refused(capsys, *export, target, "--step", "last")
+    assert "--step last is not a step. Pass newest, best" in refused(capsys, *export, target, "--step", "last")
     for words, said in (
-        ((), "there is no checkpoint yet. Give another run, or step 0"),
+        ((), "there is no checkpoint yet. Use another run, or step 0"),
         (("--step", "best"), "no checkpoint is known to be the best: only a run with"),
         (("--step", "0"), "the backend counting trains no model"),
     ):
@@ -368,7 +368,7 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
 )
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, words):
     assert cli.invoke([str(tmp_path) if word == "RUN" else word for word in words]) == 2
-    assert f"{tmp_path}: there is no run. Give the folder of a run" in capsys.readouterr().err
+    assert f"{tmp_path}: there is no run. Pass the folder of a run" in capsys.readouterr().err
 
 
 def test_a_run_without_its_manifest_is_exported(tmp_path):

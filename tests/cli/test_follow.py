@@ -17,5 +17,5 @@ def test_where_no_run_goes_on_there_is_nothing_to_follow(tmp_path, manifest, cap
         record.save(folder.processes)
         folder.release()
     assert invoke(["follow", str(tmp_path / "run")]) == 2
-    hint = {"finished": "Continue it with asyncflow run FILE --resume", "none": "Give the folder of a run"}[run]
+    hint = {"finished": "Continue it with asyncflow run FILE --resume", "none": "Pass the folder of a run"}[run]
     assert f"no run is active there. {hint}" in capsys.readouterr().err

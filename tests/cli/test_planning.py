@@ -45,7 +45,7 @@ def refused(capsys, *arguments) -> str:
 def test_a_plan_says_what_it_rests_on_and_what_to_set(job: Path, capsys) -> None:
     out = planned(capsys, job, "--devices", 4, "--simulations", 3)
     assert "model     Qwen3-0.6B: 0.596 B parameters, 112 KiB of cache a token" in out
-    assert "(assumed: give --tokens, or --probe)" in out
+    assert "(assumed: pass --tokens, or --probe)" in out
     assert "Best divisions of 4 devices, async, delayed at quota" in out
     assert "The manifest's own" in out
     assert "--set rollout.replicas=" in out
@@ -67,7 +67,7 @@ def test_json_has_the_figures_of_the_tables(job: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("given", "tokens", "sigma", "words"),
     [
-        ({}, 64, 0.8, "assumed: give --tokens, or --probe"),
+        ({}, 64, 0.8, "assumed: pass --tokens, or --probe"),
         ({"tokens": 100}, 100, 0.8, "as given, their sigma of 0.8 assumed"),
         ({"sigma": 0.0}, 64, 0.0, "as given, their median of 64 assumed"),
         ({"tokens": 100, "sigma": 0.5}, 100, 0.5, "as given"),
@@ -113,7 +113,7 @@ def test_a_device_of_a_file(job: Path, capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--what-if", "schedule.mode=sync"), "--what-if: it only has an effect with --devices. Give --devices N, too"),
+        (("--what-if", "schedule.mode=sync"), "--what-if: it only has an effect with --devices. Pass --devices N, too"),
         (("--devices", 2, "--device", "h300"), "no device and no file with one"),
         (("--devices", 2, "--tokens", 1000), "responses of 1000 tokens are cut at 256"),
         (("--devices", 8, "--set", "model.source=pvc://models/Other-7B"), "has no config.json"),

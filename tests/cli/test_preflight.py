@@ -91,7 +91,7 @@ def test_packages_that_are_not_installed_are_named_with_the_way_to_get_them(mani
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 2
-    assert run.stderr == f"error: {manifest}: not installed: {absent}. pip install 'asyncflow[torch]'\n"
+    assert run.stderr == f"error: {manifest}: not installed: {absent}. Run pip install 'asyncflow[torch]'\n"
 
 
 def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
@@ -193,7 +193,7 @@ def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
         ("trainer.backend={name: torch, options: {head_tokens: 0}}", "head_tokens"),
         (
             "data.train.config={chat: true}",
-            "data.train.config: chat is not a setting of the source. Set data.train.chat",
+            "spec.data.train.config: chat is not a setting of the source. Set spec.data.train.chat",
         ),
         ("data.train.chat=true", "no chat template"),
         ("data.train.source=gym://chain_sums", "similar names: chain_sum"),
@@ -280,8 +280,8 @@ def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(man
     for package in ("mooncake.engine", "torch"):
         monkeypatch.setitem(sys.modules, package, None)
     elsewhere = {
-        "model.source=pvc://models/absent": "model.source: ",
-        "model.source=hf://nobody/nothing": "model.source: ",
+        "model.source=pvc://models/absent": "spec.model.source: ",
+        "model.source=hf://nobody/nothing": "spec.model.source: ",
         "weightSync.transport=mooncake": "spec.weightSync.transport: Mooncake cannot be loaded",
         "weightSync.transport=pairs": "spec.weightSync.transport: torch cannot be imported",
     }

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 def test_a_weight_sync_that_follows_a_job_is_nothing_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("fleet.yaml", "weight-sync.yaml"):
         assert invoke(["run", str(EXAMPLES / name), "--output", str(tmp_path / "run")]) == 2
-        assert "it has no model of its own to publish. Give spec.source.model" in capsys.readouterr().err
+        assert "it has no model of its own to publish. Set spec.source.model" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

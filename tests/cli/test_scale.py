@@ -95,12 +95,12 @@ def test_a_run_that_does_not_take_it_up_is_shown_as_it_is(running, capsys, monke
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("rollout=0", "rollout=0 is below rollout.minReplicas, 1. Give 1 to 4"),
-        ("rollout=5", "rollout=5 is above rollout.maxReplicas, 4. Give 1 to 4, or continue with --resume"),
+        ("rollout=0", "rollout=0 is below rollout.minReplicas, 1. Use 1 to 4"),
+        ("rollout=5", "rollout=5 is above rollout.maxReplicas, 4. Use 1 to 4, or continue with --resume"),
         ("trainer=2", "trainer: its ranks compute together, so their number is fixed while it runs"),
         ("driver=2", "driver: its number is fixed while the job runs"),
         ("nobody=2", "there is no role 'nobody'. The job has driver, controller, storage, trainer, rollout"),
-        ("rollout", "'rollout' is not ROLE=NUMBER. Give e.g. rollout=4"),
+        ("rollout", "'rollout' is not ROLE=NUMBER. Pass e.g. rollout=4"),
         ("rollout=-1", "'rollout=-1' is not ROLE=NUMBER"),
         ("rollout=1e3", "'rollout=1e3' is not ROLE=NUMBER"),
         ("=4", "'=4' is not ROLE=NUMBER"),
@@ -124,7 +124,7 @@ def test_a_run_whose_number_is_fixed_says_which_field_fixes_it(running, capsys):
 
 def test_where_no_run_goes_on_nothing_is_asked_for(running, tmp_path, capsys):
     assert invoke(["scale", str(tmp_path), "rollout=2"]) == 2
-    assert "no run is active there. Give the folder of a run" in capsys.readouterr().err
+    assert "no run is active there. Pass the folder of a run" in capsys.readouterr().err
     over = tmp_path / "over"
     subprocess.run([sys.executable, "-c", ENDED, str(over)], check=True)
     assert invoke(["scale", str(over), "rollout=2"]) == 2
@@ -147,7 +147,7 @@ def test_what_goes_on_and_is_no_run_is_said_to_be_none(tmp_path, capsys, words, 
     folder.job.touch()
     Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
     assert invoke([words, str(tmp_path)]) == 2
-    assert f"{tmp_path}: there is no run. Give the folder of a run" in capsys.readouterr().err
+    assert f"{tmp_path}: there is no run. Pass the folder of a run" in capsys.readouterr().err
     folder.release()
 
 

@@ -92,14 +92,18 @@ def test_an_evaluation_has_the_options_of_training_unless_it_says_otherwise(fold
 
 def test_options_that_nothing_reads_are_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(THINKING)
-    with pytest.raises(ManifestError, match=r"data\.eval\.chatOptions: no chat template .* Set data\.eval\.chat: true"):
+    with pytest.raises(
+        ManifestError, match=r"data\.eval\.chatOptions: no chat template .* Set spec\.data\.eval\.chat: true"
+    ):
         both(folder, eval={"chatOptions": {"enable_thinking": False}})
     with pytest.raises(ManifestError, match=r"data\.evalSets\[b\]\.chatOptions: no chat template "):
         both(folder, evalSets=[{"name": "b", "source": "eval.jsonl", "size": 1, "chatOptions": {"enable_thinking": 0}}])
-    with pytest.raises(ManifestError, match=r"does not read enable_thinkin\. It reads: enable_thinking"):
+    with pytest.raises(
+        ManifestError, match=r"does not read the chatOptions enable_thinkin\. It reads: enable_thinking"
+    ):
         both(folder, train={"chat": True, "chatOptions": {"enable_thinkin": False}})
     with pytest.raises(
-        ManifestError, match=r"chatOptions is not a setting of the source\. Set data\.train\.chatOptions"
+        ManifestError, match=r"chatOptions is not a setting of the source\. Set spec\.data\.train\.chatOptions"
     ):
         both(folder, train={"config": {"chatOptions": {}}})
 
@@ -115,5 +119,5 @@ def test_a_second_system_message_is_refused(folder: Path) -> None:
     own = (Message(role="system", content="Add."), Message(role="user", content="1+1"))
     prompt = Prompt(question="1+1 with a rule", messages=own)
     assert PromptFormat(chat=True).messages(prompt) == own
-    with pytest.raises(ManifestError, match=r"system: the manifest has a system .* 1\+1 with a rule\. Remove it"):
+    with pytest.raises(ManifestError, match=r"the manifest has a system .* 1\+1 with a rule\. Remove it"):
         PromptFormat(chat=True, system="Sum.").messages(prompt)

@@ -85,7 +85,7 @@ def test_what_is_of_another_kind_is_not_to_be_resumed(tmp_path, there, comes):
     folder.job.touch()
     folder.release()
     holds = {"job.yaml": "a run", "queue.yaml": "a queue"}[there]
-    with pytest.raises(ManifestError, match=rf"already holds {holds}\. Move it aside with --fresh, or give another"):
+    with pytest.raises(ManifestError, match=rf"already holds {holds}\. Move it aside with --fresh, or pass another"):
         RunFolder.claim(tmp_path, name=comes)
 
 
@@ -424,7 +424,7 @@ def test_settings_are_remembered_and_unreadable_ones_are_said(tmp_path):
     folder.save_overrides(["a=1", "b={c: 2}"])
     assert saved_overrides(folder.path) == ["a=1", "b={c: 2}"]
     folder.overrides.write_text("{")
-    with pytest.raises(ManifestError, match="give the run's --set values again"):
+    with pytest.raises(ManifestError, match="pass the run's --set values again"):
         saved_overrides(folder.path)
     folder.release()
 
@@ -438,6 +438,6 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path, monkey
 
 def test_a_path_that_no_manifest_could_hold_is_refused(tmp_path):
     path = tmp_path / os.fsdecode(b"\xff")
-    with pytest.raises(ManifestError, match=r"the path is not UTF-8\. Give another --output"):
+    with pytest.raises(ManifestError, match=r"the path is not UTF-8\. Pass another --output"):
         RunFolder.claim(path)
     assert not path.exists()

@@ -19,7 +19,7 @@ def test_ports_are_free_and_below_those_that_the_kernel_gives_away():
 
 
 def test_a_port_that_is_asked_for_is_held_or_refused():
-    with PortReservation(1) as (port,), pytest.raises(AsyncFlowError, match=rf"port {port} .* is taken. Give another"):
+    with PortReservation(1) as (port,), pytest.raises(AsyncFlowError, match=rf"port {port} .* is taken. Use another"):
         PortReservation(2, first=port)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(AsyncFlowError, match="is taken"):
         PortReservation(2, first=port)

@@ -103,9 +103,11 @@ def test_the_template_for_tools_is_taken_where_there_are_tools(folder: Path, tmp
 
 def test_an_option_that_the_template_does_not_read_is_refused(folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(with_template(folder, tmp_path, OPTIONS_TEMPLATE))
-    with pytest.raises(ManifestError, match=r"does not read thinking\. It reads: date_string, enable_thinking, tools"):
+    with pytest.raises(
+        ManifestError, match=r"does not read the chatOptions thinking\. It reads: date_string, enable_thinking, tools"
+    ):
         tokenizer.chat(TURNS, options={"thinking": False})
-    with pytest.raises(ManifestError, match=r"does not read messages"):
+    with pytest.raises(ManifestError, match=r"does not read the chatOptions messages"):
         tokenizer.chat(TURNS, options={"messages": []})
 
 

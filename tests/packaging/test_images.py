@@ -100,7 +100,7 @@ def test_the_extras_that_are_installed_exist(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", RUNTIMES)
-def test_a_runtime_has_what_the_back_ends_of_the_queue_need_of_the_system(image: str) -> None:
+def test_a_runtime_has_what_the_backends_of_the_queue_need_of_the_system(image: str) -> None:
     stage = lines(image)[-1].stage
     named = [line.rest for line in lines(image) if line.stage == stage and line.word == "RUN"]
     needed = {*debian.PROGRAMS.values(), *debian.LIBRARIES.values()} - DEPENDENCIES

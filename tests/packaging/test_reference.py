@@ -72,7 +72,9 @@ def test_the_page_of_the_command_line_has_every_command_and_its_options() -> Non
     page = (FILE.parent / "command-line.md").read_text()
     for name, command in commands(cli.app):
         assert name in page
-        flags = {flag for each in command.params if isinstance(each, click.Option) for flag in each.opts}
+        options = [each for each in command.params if isinstance(each, click.Option)]
+        assert [each.opts for each in options if not re.fullmatch(r"[A-Z].*\.", each.help or "")] == [], name
+        flags = {flag for each in options for flag in each.opts}
         if name != "asyncflow role":
             assert {flag for flag in flags if f"`{flag}`" not in page} == set(), name
 

@@ -164,7 +164,7 @@ def test_a_store_that_others_run_has_no_roles(backend: str) -> None:
     assert planned.role("storage").after == ("driver",)
 
 
-def test_a_back_end_of_another_package_has_no_roles_and_may_hold_the_cells_in_its_units() -> None:
+def test_a_backend_of_another_package_has_no_roles_and_may_hold_the_cells_in_its_units() -> None:
     planned = plan(job("transferQueue={backend: folder, bytesPerUnit: 1Gi}"))
     assert [role.name for role in planned.roles] == ["driver", "controller", "storage", "trainer", "rollout"]
     assert (planned.role("storage").resources.memory or 0) > 1 << 30

@@ -158,7 +158,7 @@ async def test_a_function_that_cannot_be_loaded_is_refused_by_its_name(place: Pl
 
 async def test_where_nobody_listens_it_says_whose_log_tells_why(place: Place) -> None:
     client = place.client(start_timeout_s=0.2)
-    with pytest.raises(DeadlineExceeded, match="container `rewards`"):
+    with pytest.raises(DeadlineExceeded, match="container rewards"):
         await client.start()
     waiting = asyncio.gather(*(one(client, example(str(n))) for n in range(50)))
     results = await asyncio.wait_for(waiting, 10)

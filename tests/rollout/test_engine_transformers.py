@@ -414,7 +414,7 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
     for changes in ({"max_tokens": 0}, {"max_tokens": 23}, {"temperature": float("nan")}):
         with pytest.raises(ManifestError):
             await engine.generate(request(1, **changes))
-    with pytest.raises(ManifestError, match="give one of: simulated"):
+    with pytest.raises(ManifestError, match="use one of: simulated"):
         open_engine("nope", folder=None, slots=1, max_length=8)
 
 

@@ -89,7 +89,7 @@ def test_what_a_step_was_finished_with_is_what_a_checkpoint_holds(handover, trai
 
 
 @pytest.mark.parametrize("file", [None, b"", b"no state", b"PK\3\4"])
-def test_a_checkpoint_of_another_back_end_is_refused(handover, tmp_path, file):
+def test_a_checkpoint_of_another_backend_is_refused(handover, tmp_path, file):
     if file is not None:
         (tmp_path / "state.pt").write_bytes(file)
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(CheckpointManifest(attempt=0, step=1, samples=4)))

@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_path, monkeypatch,
         port = held.getsockname()[1]
         assert cli.invoke(["queue", "serve", "--port", str(port)]) == 1
     assert (
-        capsys.readouterr().err == f"error: port {port} of 127.0.0.1 is taken. Give another port; 0 takes a free one\n"
+        capsys.readouterr().err == f"error: port {port} of 127.0.0.1 is taken. Use another port; 0 takes a free one\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_path, monkeypatch,
         (["--units", "0"], "--units"),
         (
             ["--backend", "tape"],
-            "'tape' in asyncflow.storage_backends. Install its package, or give one of: memory, mooncake",
+            "'tape' in asyncflow.storage_backends. Install its package, or use one of: memory, mooncake",
         ),
         (["--backend", "No Tape"], "spec.backend"),
         (["--name", "No Name"], "metadata.name"),

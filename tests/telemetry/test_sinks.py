@@ -161,7 +161,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
     monkeypatch.syspath_prepend(third_party(tmp_path))
     for sink, said in (
         ({"kind": "pigeon"}, "no installed package offers 'pigeon' in asyncflow.metric_sinks"),
-        ({"kind": "absent"}, r"sinks\[0\]: not installed: nowhere_at_all. pip install 'nowhere-at-all'"),
+        ({"kind": "absent"}, r"sinks\[0\]: not installed: nowhere_at_all. Run pip install 'nowhere-at-all'"),
         ({"kind": "wandb", "options": {"api_key": "x"}}, "unknown option api_key"),
         ({"kind": "wandb", "options": {"base_url": "https://me:secret@host"}}, "base_url contains a password"),
         ({"kind": "mlflow", "options": {"tracking_uri": "https://me:secret@host"}}, "tracking_uri contains a password"),

@@ -119,14 +119,14 @@ def test_a_damaged_record_is_none(tmp_path: Path, damaged: bytes) -> None:
 
 def test_a_checkpoint_is_found_by_name_or_number(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(ManifestError, match=r"best: only a run with .*keepBest says so\. Give another run, or step 0"):
+    with pytest.raises(ManifestError, match=r"best: only a run with .*keepBest says so\. Use another run, or step 0"):
         find_checkpoint(run.checkpoints, "best")
-    with pytest.raises(ManifestError, match=r"there is no checkpoint yet\. Give another run, or step 0"):
+    with pytest.raises(ManifestError, match=r"there is no checkpoint yet\. Use another run, or step 0"):
         find_checkpoint(run.checkpoints, "newest")
     run.tell(judged=2, best=2, value=0.5)
     run.write(2, 3)
     found = [find_checkpoint(run.checkpoints, which) for which in ("best", "newest", "2", "0")]
     assert [step for step, _ in found] == [2, 3, 2, 0]
     assert [checkpoint and checkpoint.manifest.step for _, checkpoint in found] == [2, 3, 2, None]
-    with pytest.raises(ManifestError, match=r"no checkpoint of step 7\. Give newest, or a step .*: 2, 3"):
+    with pytest.raises(ManifestError, match=r"no checkpoint of step 7\. Use newest, or a step .*: 2, 3"):
         find_checkpoint(run.checkpoints, "7")

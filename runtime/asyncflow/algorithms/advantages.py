@@ -34,19 +34,19 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
         raise ManifestError(
             f"a group of shape {values.shape} has no sibling to compare with",
             where="spec.algorithm.groupSize",
-            hint="Use a group size of at least 2.",
+            hint="Set groupSize to at least 2",
         )
     if not np.isfinite(values).all():
         raise AsyncFlowError(
             f"rewards {values.tolist()} are not all finite",
             where="advantage",
-            hint="Make the reward function return finite numbers.",
+            hint="Make the reward function return finite numbers",
         )
     if name not in get_args(AdvantageName):
         raise ManifestError(
             f"unknown advantage {name!r}",
             where="spec.algorithm",
-            hint=f"Use one of {', '.join(get_args(AdvantageName))}.",
+            hint=f"Use one of {', '.join(get_args(AdvantageName))}",
         )
     if not np.ptp(values):
         return np.zeros(values.size, dtype=np.float32)

@@ -191,27 +191,29 @@ class Algorithm(Generic[Own]):
         name = spec.algorithm.name
         if spec.algorithm.group_size < self.min_samples:
             why = f"{name} compares the samples of a group, and needs at least {self.min_samples}"
-            yield field_problem(spec, "algorithm.group_size", why, f"Give at least {self.min_samples}")
+            yield field_problem(spec, "algorithm.group_size", why, f"Set groupSize to at least {self.min_samples}")
         if spec.algorithm.group_size == 1 and spec.algorithm.filter_zero_variance == "drop":
             why = "the reward of a single sample has no variance, so every group would be dropped"
-            yield field_problem(spec, "algorithm.filter_zero_variance", why, "Give keep, or a groupSize of at least 2")
+            yield field_problem(
+                spec, "algorithm.filter_zero_variance", why, "Set it to keep, or groupSize to at least 2"
+            )
         if self.whole_step and spec.schedule.mode == "periodic":
             why = "the advantages need all samples of a step, and the mode periodic trains them as they arrive"
-            yield field_problem(spec, "schedule.mode", why, "Give mode: sync or async")
+            yield field_problem(spec, "schedule.mode", why, "Set mode: sync or async")
         if spec.reward.shuffle and spec.algorithm.group_size < _FEWEST_SHUFFLED:
             why = "rewards are permuted within a group, and a group of 1 has one order"
-            yield field_problem(spec, "reward.shuffle", why, "Give a groupSize of at least 2")
+            yield field_problem(spec, "reward.shuffle", why, "Set groupSize to at least 2")
         if spec.algorithm.credit == "turn":
             yield from self._problems_of_turns(spec)
         for field in self.ignores:
             if attrgetter(field)(spec.algorithm) != attrgetter(field)(_DEFAULTS):
                 yield field_problem(spec, f"algorithm.{field}", f"{name} does not use it", "Leave it out")
         if spec.critic is not None and not self.critic:
-            fix = "Leave it out, or take the algorithm ppo"
+            fix = "Leave it out, or set algorithm.name: ppo"
             yield Problem(place=("spec", "critic"), reason=f"{name} has no critic", fix=fix)
         if self.filters and spec.algorithm.kl.place == "reward":
             why = f"{name} leaves out samples of a group before the trainer adds the KL to its rewards"
-            yield field_problem(spec, "algorithm.kl.place", why, "Give place: loss")
+            yield field_problem(spec, "algorithm.kl.place", why, "Set place: loss")
 
     def _problems_of_turns(self, spec: RLJobSpec) -> Iterator[Problem]:
         """Yield the reason why turns cannot have their own advantages, if there is one."""
@@ -225,7 +227,7 @@ class Algorithm(Generic[Own]):
         elif spec.reward.shuffle:
             why = "rewards are permuted between samples, which may differ in their number of turns"
         if why is not None:
-            yield field_problem(spec, "algorithm.credit", why, "Give credit: sample")
+            yield field_problem(spec, "algorithm.credit", why, "Set credit: sample")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
         """Return the shaped rewards, float64[n]; groups are filtered by the rewards before shaping."""

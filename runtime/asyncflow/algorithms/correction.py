@@ -66,7 +66,7 @@ class Correction:
             raise ManifestError(
                 f"bounds low={self.low}, high={self.high} of importance weights",
                 where="spec.algorithm.correction",
-                hint="0 <= low <= 1 <= high, since a sample of the old policy itself has the weight 1.",
+                hint="Set 0 <= low <= 1 <= high, since a sample of the old policy itself has the weight 1",
             )
 
     def terms(self, old: Tensor, behaviour: Tensor, *, counted: Tensor, sequences: Tensor) -> CorrectionTerms:

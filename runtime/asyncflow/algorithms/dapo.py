@@ -56,18 +56,20 @@ class Dapo(Algorithm[DapoOptions]):
         algorithm = spec.algorithm
         if algorithm.clip.high <= algorithm.clip.low:
             yield field_problem(
-                spec, "algorithm.clip.high", "dapo clips higher above than below", "Give e.g. 0.28, low: 0.2"
+                spec, "algorithm.clip.high", "dapo clips higher above than below", "Set e.g. low: 0.2, high: 0.28"
             )
         if algorithm.aggregation != "token-mean":
-            yield field_problem(spec, "algorithm.aggregation", "dapo averages over tokens", "Give token-mean")
+            yield field_problem(
+                spec, "algorithm.aggregation", "dapo averages over tokens", "Set aggregation: token-mean"
+            )
         if self.options.dynamic_sampling and algorithm.filter_zero_variance != "drop":
             why = "dapo samples dynamically: groups whose rewards are all equal are replaced"
             yield field_problem(
-                spec, "algorithm.filter_zero_variance", why, "Give drop, or options.dynamic_sampling: false"
+                spec, "algorithm.filter_zero_variance", why, "Set it to drop, or options.dynamic_sampling: false"
             )
         if (buffer := self.options.overlong_buffer) > self.longest:
             what = f"overlong_buffer is {buffer}, and a response has at most {self.longest} tokens"
-            raise ManifestError(what, where=OPTIONS, hint="Give at most sampling.maxTokens")
+            raise ManifestError(what, where=OPTIONS, hint="Set overlong_buffer to at most sampling.maxTokens")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
         """Return the rewards with the length penalty added."""

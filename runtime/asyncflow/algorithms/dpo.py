@@ -59,19 +59,21 @@ class Dpo(Algorithm[DpoOptions]):
         name, algorithm = spec.algorithm.name, spec.algorithm
         if algorithm.aggregation != "seq-mean-token-sum":
             why = f"{name} averages over pairs, so over responses, and sums over tokens"
-            yield field_problem(spec, "algorithm.aggregation", why, "Give seq-mean-token-sum")
+            yield field_problem(spec, "algorithm.aggregation", why, "Set aggregation: seq-mean-token-sum")
         if algorithm.filter_zero_variance != "drop":
             why = f"samples of equal reward form no pair, and {name} learns only from pairs"
-            yield field_problem(spec, "algorithm.filter_zero_variance", why, "Give drop")
+            yield field_problem(spec, "algorithm.filter_zero_variance", why, "Set filterZeroVariance: drop")
         if algorithm.correction is not None:
             why = f"{name} has no ratio to the behaviour policy that could be corrected"
             yield field_problem(spec, "algorithm.correction", why, "Leave it out")
         if algorithm.old != "behaviour":
-            yield field_problem(spec, "algorithm.old", f"{name} has no old policy", "Give behaviour, or leave it out")
+            yield field_problem(
+                spec, "algorithm.old", f"{name} has no old policy", "Set old: behaviour, or leave it out"
+            )
         budget, least = spec.trainer.backend.tokens_per_micro_batch, 2 * spec.longest
         if budget is not None and budget < least:
             why = f"a pair of {name} is computed together, and the longest one has {least} tokens"
-            yield field_problem(spec, "trainer.backend.tokens_per_micro_batch", why, f"Give at least {least}")
+            yield field_problem(spec, "trainer.backend.tokens_per_micro_batch", why, f"Set at least {least}")
 
     def excluded(self, group: Group) -> Mapping[int, str]:
         """Return the samples that are not in a pair."""

@@ -30,7 +30,7 @@ class Gspo(Algorithm[NoOptions]):
         yield from super().problems(spec)
         if spec.algorithm.aggregation != "seq-mean-token-mean":
             why = "gspo averages over responses: each has the same weight, whatever its length"
-            yield field_problem(spec, "algorithm.aggregation", why, "Give seq-mean-token-mean")
+            yield field_problem(spec, "algorithm.aggregation", why, "Set aggregation: seq-mean-token-mean")
 
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
         """Return the policy loss of each token."""

@@ -61,7 +61,7 @@ class Aggregation:
             raise ManifestError(
                 f"aggregation {self.name} divides by the length of the longest response, which is {self.horizon}",
                 where="spec.algorithm.aggregation",
-                hint="Set spec.sampling.maxTokens.",
+                hint="Set spec.sampling.maxTokens",
             )
 
     def weights(self, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -121,7 +121,7 @@ class Loss:
             raise ManifestError(
                 "the ratio of the loss is already the importance weight, which would count twice",
                 where="spec.algorithm.correction.kind",
-                hint="Give mask, or old: recompute.",
+                hint="Set kind: mask, or algorithm.old: recompute",
             )
 
     @property

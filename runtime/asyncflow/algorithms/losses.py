@@ -39,13 +39,13 @@ class Clip:
             raise ManifestError(
                 f"clip low={self.low}, high={self.high}",
                 where="spec.algorithm.clip",
-                hint="0 <= low < 1 and high >= 0.",
+                hint="Set 0 <= low < 1 and high >= 0",
             )
         if self.dual is not None and self.dual <= 1:
             raise ManifestError(
                 f"dual clip {self.dual}",
                 where="spec.algorithm.clip.dual",
-                hint="Give a number above 1, or leave it out.",
+                hint="Set a number above 1, or leave it out",
             )
 
 
@@ -116,7 +116,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, name: KlName) -> Tensor:
         raise ManifestError(
             f"unknown KL estimator {name!r}",
             where="spec.algorithm.kl",
-            hint=f"Use one of {', '.join(get_args(KlName))}.",
+            hint=f"Use one of {', '.join(get_args(KlName))}",
         )
     distance = logprobs - reference
     if name == "k1":

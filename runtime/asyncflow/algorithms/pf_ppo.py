@@ -49,7 +49,7 @@ class PfPpo(Algorithm[PfPpoOptions]):
         yield from super().problems(spec)
         if self.options.keep > spec.algorithm.group_size:
             what = f"keep is {self.options.keep}, and a group has {spec.algorithm.group_size} samples"
-            raise ManifestError(what, where=OPTIONS, hint="Give an even number of at most groupSize")
+            raise ManifestError(what, where=OPTIONS, hint="Set keep to an even number of at most groupSize")
 
     def excluded(self, group: Group) -> Mapping[int, str]:
         """Return all samples that the filter does not keep."""

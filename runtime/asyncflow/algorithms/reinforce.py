@@ -51,7 +51,10 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
         yield from super().problems(spec)
         if self.options.baseline == "group" and spec.algorithm.group_size < 2:
             yield field_problem(
-                spec, "algorithm.group_size", "the baseline of a single sample is its own reward", "Give at least 2"
+                spec,
+                "algorithm.group_size",
+                "the baseline of a single sample is its own reward",
+                "Set groupSize to at least 2",
             )
 
     def credit(self, step: StepSamples, all_gather: AllGather) -> NDArray[np.float32]:

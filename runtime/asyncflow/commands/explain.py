@@ -35,11 +35,11 @@ def explain(run: Path, sample: str) -> None:
     """Print the history of a training sample. Raises ManifestError if the run, its ledger or the sample is missing."""
     match = _NAME.fullmatch(sample)
     if match is None:
-        hint = "Give the number of the prompt and the number of the sample in its group, e.g. 17/3"
+        hint = "Pass the number of the prompt and the number of the sample in its group, e.g. 17/3"
         raise ManifestError(f"{sample!r} names no sample", where="asyncflow explain", hint=hint)
     ledger = run / "ledger"
     if not ledger.is_dir():
-        raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
+        raise ManifestError("there is no ledger", where=str(ledger), hint="Pass the folder of a run")
     key = SampleKey(int(match[1]), int(match[2]))
     life = life_of([read_ledger(each) for each in ledgers_of(ledger).values()], key, partition=TRAIN)
     if not life.entries:

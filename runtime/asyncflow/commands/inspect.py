@@ -54,7 +54,9 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
         try:
             svg.write_text(drawing.svg(planned, TRAIN), encoding="utf-8")
         except OSError as error:
-            raise ManifestError(f"cannot be written: {error.strerror}", where=str(svg)) from error
+            raise ManifestError(
+                f"cannot be written: {error.strerror}", where=str(svg), hint="Use another path"
+            ) from error
         click.echo(f"{svg}: the flow of a training sample")
         return
     for partition in (TRAIN, EVAL) if job.spec.evaluation is not None else (TRAIN,):
@@ -71,7 +73,7 @@ def audit(directory: Path) -> int:
 
     ledger = directory / "ledger"
     if not ledger.is_dir():
-        raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run or of a queue")
+        raise ManifestError("there is no ledger", where=str(ledger), hint="Pass the folder of a run or of a queue")
     report = audit_ledgers(ledger)
     has_open_rows = report.put > 0 or (directory / "queue.yaml").is_file()
     has_samples = report.dispatched > 0 or not has_open_rows
@@ -112,7 +114,7 @@ def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> 
     from asyncflow.roles.backend import export_checkpoint
 
     if step not in ("newest", "best") and not step.isdecimal():
-        hint = "Give newest, best, or the number of a step"
+        hint = "Pass newest, best, or the number of a step"
         raise ManifestError(f"--step {step} is not a step", where=str(run), hint=hint)
     if job is None:
         check_run(run)

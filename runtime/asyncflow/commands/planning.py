@@ -178,7 +178,7 @@ def _lengths(job: RLJob, options: PlanOptions, models: Models | None) -> tuple[L
     """Return the lengths of responses (None: assumed ones), and a text that names their source."""
     most = job.spec.sampling.max_tokens
     if options.tokens is not None and options.tokens > most:
-        hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
+        hint = f"Pass --tokens of at most {most}, or set sampling.maxTokens higher"
         raise ManifestError(f"responses of {options.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
     if options.tokens is not None or options.sigma is not None:
         tokens, sigma, source, usual = options.tokens, options.sigma, "as given", assumed_lengths(job.spec)
@@ -191,7 +191,7 @@ def _lengths(job: RLJob, options: PlanOptions, models: Models | None) -> tuple[L
         return models.engine.lengths, "measured"
     if job.spec.rollout.engine.name == "simulated":
         return None, "of the simulated engine"
-    return None, "assumed: give --tokens, or --probe"
+    return None, "assumed: pass --tokens, or --probe"
 
 
 def _device(name: str | None, *, profile: str) -> Device:
@@ -203,7 +203,7 @@ def _device(name: str | None, *, profile: str) -> Device:
         figures = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ManifestError(
-            f"no device and no file with one: {error}", where=name, hint=f"Give one of {', '.join(DEVICES)}, or a file"
+            f"no device and no file with one: {error}", where=name, hint=f"Pass one of {', '.join(DEVICES)}, or a file"
         ) from error
     if not isinstance(figures, Mapping):
         raise ManifestError("no mapping of figures", where=name, hint="Write one field a line, such as memory: 96e9")

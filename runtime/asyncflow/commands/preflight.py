@@ -110,7 +110,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
 def check_source(source: object, *kinds: type, where: str) -> None:
     """Raise ManifestError unless ``source`` is the path of a manifest or a manifest of one of ``kinds``."""
     if not isinstance(source, (str, Path, *kinds)):
-        hint = "Give the path of a manifest, or an RLJob; asyncflow.RLJob.model_validate makes one from a mapping"
+        hint = "Pass the path of a manifest, or an RLJob; asyncflow.RLJob.model_validate makes one from a mapping"
         raise ManifestError(f"an object of the type {type(source).__name__} was given", where=where, hint=hint)
 
 
@@ -123,7 +123,7 @@ def runnable_job(source: Manifest | Path | str, overrides: Sequence[str] = ()) -
     manifest = load(source, overrides)
     where = source_name(source)
     if not isinstance(manifest, RLJob):
-        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Give an RLJob")
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Pass an RLJob")
     if (named := manifest.spec.weight_sync.name) is not None:
         what = f"the job names the WeightSync {named!r}, which is an object of a cluster"
         raise ManifestError(what, where=where, hint="Put it into the same file, after a line with ---")
@@ -176,7 +176,7 @@ def _missing_plugins(manifest: Manifest) -> Iterator[Problem]:
                 place=place,
                 value=name,
                 reason=f"no installed package offers it in {group}",
-                fix=f"Install its package, or give one of: {', '.join(known)}",
+                fix=f"Install its package, or use one of: {', '.join(known)}",
             )
 
 
@@ -313,9 +313,9 @@ def _check_packages(spec: RLJobSpec, findings: _Findings) -> None:
         hint = "make vllm installs the build for the CPU; for others see docs/guide/vllm.md"
         findings.lacks(ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint))
     if absent := [name for name in needed if find_spec(name) is None]:
-        raise ManifestError(f"not installed: {', '.join(absent)}", hint="pip install 'asyncflow[torch]'")
+        raise ManifestError(f"not installed: {', '.join(absent)}", hint="Run pip install 'asyncflow[torch]'")
     if spec.trainer.lora is not None and find_spec("peft") is None:
-        raise ManifestError("not installed: peft, for adapters", hint="pip install 'asyncflow[torch,lora]'")
+        raise ManifestError("not installed: peft, for adapters", hint="Run pip install 'asyncflow[torch,lora]'")
 
 
 def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder | None:
@@ -366,9 +366,9 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ManifestError(f"cannot be read: {error}", where=str(file)) from error
+        raise ManifestError(f"cannot be read: {error}", where=str(file), hint="Copy the folder again") from error
     if not isinstance(config, dict):
-        raise ManifestError("is not a JSON object", where=str(file), hint="Give an ordinary Hugging Face folder")
+        raise ManifestError("is not a JSON object", where=str(file), hint="Use an ordinary Hugging Face folder")
     return config
 
 

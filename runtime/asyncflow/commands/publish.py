@@ -33,7 +33,7 @@ def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | N
     assert isinstance(sync, WeightSync)
     check_plugins(sync, source=f"WeightSync {sync.metadata.name}")
     if sync.spec.source is None or (model := sync.spec.publishes) is None:
-        what, hint = "it has no model of its own to publish", "Give spec.source.model, or run the job that names it"
+        what, hint = "it has no model of its own to publish", "Set spec.source.model, or run the job that names it"
         raise ManifestError(what, where=f"WeightSync {sync.metadata.name}", hint=hint)
     is_watched = sync.spec.source.watch
     if "://" not in model:

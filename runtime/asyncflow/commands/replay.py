@@ -48,7 +48,7 @@ def replay(run: Path, *, step: int, most: int, again: bool, output: Path | None)
     """
     check_run(run)
     if output is not None and output.exists():
-        raise ManifestError("exists already", where=str(output), hint="Give a folder that does not exist")
+        raise ManifestError("exists already", where=str(output), hint="Pass a folder that does not exist")
     job = load_job(run / JOB)
     history = RunHistory.of([list(read_records(run, rank)) for rank in ranks_of(run)])
     recorded = history.step(step)

@@ -121,7 +121,7 @@ def train(
     """
     _check_thread()
     if resume and fresh:
-        raise ManifestError("resume and fresh exclude each other", where="asyncflow.train", hint="Give one of them")
+        raise ManifestError("resume and fresh exclude each other", where="asyncflow.train", hint="Pass one of them")
     path = None if output is None else Path(output)
     if resume and isinstance(job, (str, Path)):
         overrides = [*saved_overrides(path or RUNS / name_of(Path(job), overrides)), *overrides]
@@ -402,7 +402,7 @@ def _check_same(file: Path, queue: TransferQueue) -> None:
     """Raise ManifestError if the folder's queue cannot be continued, because a frozen field has changed."""
     before = load(file)
     if not isinstance(before, TransferQueue):
-        raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Give another --output")
+        raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Pass another --output")
     for frozen in queue.spec.frozen_fields:
         old, new = getattr(before.spec, frozen.reads), getattr(queue.spec, frozen.reads)
         if old != new:

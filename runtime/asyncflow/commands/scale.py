@@ -63,7 +63,7 @@ def _parse(request: str) -> tuple[str, int | None]:
     name, equals, number = request.partition("=")
     if equals and name and (number == AUTO or (number.isascii() and number.isdecimal() and len(number) < 7)):
         return name, None if number == AUTO else int(number)
-    raise ManifestError(f"{request!r} is not ROLE=NUMBER", where=_WHERE, hint="Give e.g. rollout=4, or rollout=auto")
+    raise ManifestError(f"{request!r} is not ROLE=NUMBER", where=_WHERE, hint="Pass e.g. rollout=4, or rollout=auto")
 
 
 def _not_scalable(name: str, roles: dict[str, Role]) -> ManifestError:
@@ -82,10 +82,10 @@ def _not_scalable(name: str, roles: dict[str, Role]) -> ManifestError:
 def _check_bounds(replicas: int, role: Role) -> None:
     if replicas < role.core:
         what = f"{role.name}={replicas} is below rollout.minReplicas, {role.core}"
-        raise ManifestError(what, where=_WHERE, hint=f"Give {role.core} to {role.most}")
+        raise ManifestError(what, where=_WHERE, hint=f"Use {role.core} to {role.most}")
     if replicas > role.most:
         what = f"{role.name}={replicas} is above rollout.maxReplicas, {role.most}"
-        hint = f"Give {role.core} to {role.most}, or continue with --resume --set rollout.maxReplicas={replicas}"
+        hint = f"Use {role.core} to {role.most}, or continue with --resume --set rollout.maxReplicas={replicas}"
         raise ManifestError(what, where=_WHERE, hint=hint)
 
 

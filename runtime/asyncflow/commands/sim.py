@@ -102,7 +102,7 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
         lines = [msgspec.json.decode(line) for line in (directory / METRICS).read_bytes().splitlines()]
         summary = msgspec.json.decode((directory / SUMMARY).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        what, hint = f"is no finished run: {error}", "Give the folder of a run that has ended"
+        what, hint = f"is no finished run: {error}", "Pass the folder of a run that has ended"
         raise ManifestError(what, where=str(directory), hint=hint) from error
     steps = {line["step"]: line for line in lines}
     files = [file for file in sample_files(directory) if file.purpose == "train"]

@@ -55,7 +55,7 @@ def export(run: Path, file: Path, *, texts: bool) -> None:
     try:
         write_whole(file, document(answers).html.encode())
     except OSError as error:
-        raise ManifestError(f"cannot be written: {error.strerror}", where=str(file)) from error
+        raise ManifestError(f"cannot be written: {error.strerror}", where=str(file), hint="Use another path") from error
     click.echo(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {'with' if texts else 'without'} texts of samples")
 
 

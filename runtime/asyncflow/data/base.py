@@ -158,5 +158,5 @@ class GeneratedSource:
         return ManifestError(
             f"{self._name} generates only {found} different {kind} prompts with this config",
             where=self._where,
-            hint="Allow more variety in config, or reduce `size`",
+            hint="Allow more variety in config, or set a smaller size",
         )

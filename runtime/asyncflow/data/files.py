@@ -382,7 +382,7 @@ def open_saved(path: Path, config: FileConfig, *, where: str) -> ArrowTable:
         siblings = sorted(file.parent.name for file in path.parent.glob("*/state.json"))
         near = f"; such folders next to it: {', '.join(siblings)}" if siblings else ""
         raise ManifestError(
-            f"{path} is not a folder that save_to_disk of `datasets` wrote{near}",
+            f"{path} is not a folder that save_to_disk of datasets wrote{near}",
             where=where,
             hint="Set the path of such a folder; for Parquet files use parquet://PATH",
         )
@@ -399,7 +399,7 @@ def _library(scheme: str, *, where: str) -> Any:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise ManifestError(
-            f"`{scheme}://` needs the package datasets: {error}", where=where, hint="Run pip install 'asyncflow[data]'"
+            f"{scheme}:// needs the package datasets: {error}", where=where, hint="Run pip install 'asyncflow[data]'"
         ) from error
     library.disable_progress_bars()
     library.utils.logging.set_verbosity(logging.CRITICAL)

@@ -68,7 +68,7 @@ def make_dataset(name: str, config: Mapping[str, Any], *, where: str) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ManifestError(
-            f"`gym://` needs reasoning-gym: {error}", where=where, hint="Run pip install 'asyncflow[gym]'"
+            f"gym:// needs reasoning-gym: {error}", where=where, hint="Run pip install 'asyncflow[gym]'"
         ) from error
     if name not in DATASETS:
         near = ", ".join(difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4))

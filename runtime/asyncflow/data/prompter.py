@@ -39,7 +39,7 @@ class PromptFormat(NamedTuple):
         if self.system and any(message.role == SYSTEM for message in prompt.messages):
             raise ManifestError(
                 f"the manifest has a system message, and so has the conversation {prompt.question[:_QUOTED]}",
-                where="system",
+                where="spec.data",
                 hint="Remove it from the manifest, or remove the system messages from the data",
             )
         system = (Message(role=SYSTEM, content=self.system),) if self.system else ()
@@ -84,7 +84,7 @@ class Prompter:
             ids = self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
         if not ids:
             hint = "Remove it from the data, or set a template: a prompt needs at least one token"
-            raise ManifestError(f"the prompt {prompt.question[:_QUOTED]!r} has no tokens", where="data", hint=hint)
+            raise ManifestError(f"the prompt {prompt.question[:_QUOTED]!r} has no tokens", where="spec.data", hint=hint)
         return ids
 
 

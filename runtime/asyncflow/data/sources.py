@@ -98,7 +98,7 @@ def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path
     cache: folder for derived files. Raises ManifestError as ``open_source`` does, and for options of a chat template if
     no chat template is applied.
     """
-    return _prompter(data.train, encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache)
+    return _prompter(data.train, encoder, data.train.chat_options, where="spec.data.train", folder=folder, cache=cache)
 
 
 def open_held_out(
@@ -110,7 +110,7 @@ def open_held_out(
     """
     prompters: dict[str, Prompter] = {}
     for name, each in data.held_out.items():
-        where = f"data.evalSets[{name}]" if name else "data.eval"
+        where = f"spec.data.evalSets[{name}]" if name else "spec.data.eval"
         options = data.train.chat_options if each.chat_options is None else each.chat_options
         prompters[name] = _prompter(each, encoder, options, where=where, folder=folder, cache=cache)
         check_disjoint(train, prompters[name].source, where=where)
@@ -129,7 +129,7 @@ def _prompter(
     return Prompter(source, encoder, form)
 
 
-def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "data.eval") -> None:
+def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "spec.data.eval") -> None:
     """Raise ManifestError if two finite sources share a question, e.g. if both use the same whole file.
 
     Endless sources are disjoint by construction if both hold out the same share. where: the field with the held-out

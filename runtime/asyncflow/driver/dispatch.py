@@ -267,7 +267,7 @@ class Dispatcher:
                     raise ManifestError(
                         f"{in_a_row} prompts in a row are too long, the last: {error.what}",
                         where=error.where,
-                        hint="Raise the limit, or use shorter prompts.",
+                        hint="Raise the limit, or use shorter prompts",
                     ) from error
                 self.assignment.skip(serial)
                 self._skipped.append(serial)

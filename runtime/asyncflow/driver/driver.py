@@ -408,7 +408,7 @@ class Driver:
     def suspend(self) -> None:
         """Write a checkpoint, then end the job; the run can be resumed. Raises Refused while the job is starting."""
         if self.phase == "Starting":
-            raise Refused("the job is still starting", where="suspend", hint="Retry when /v1/status says Running.")
+            raise Refused("the job is still starting", where="suspend", hint="Retry when /v1/status says Running")
         if self.phase in ("Running", "Paused"):
             self.phase = "Suspending"
             self.progress.note("suspend", at=clock.now())

@@ -214,5 +214,5 @@ class Ending:
             raise DeadlineExceeded(
                 f"the trainer did not write export/ within {self.export_s:g} s",
                 where="driver",
-                hint="See its log; the weights are in the newest checkpoint, and the run can be resumed.",
+                hint="See its log; the weights are in the newest checkpoint, and the run can be resumed",
             ) from None

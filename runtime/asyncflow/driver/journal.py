@@ -49,7 +49,7 @@ Moment = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix seconds that can be converted to a date."""
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 
-FULL_DISK = "Free some space; the run can be resumed."
+FULL_DISK = "Free some space; the run can be resumed"
 
 
 class Journal:

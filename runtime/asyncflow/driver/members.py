@@ -165,7 +165,7 @@ class Members:
                 raise DeadlineExceeded(
                     f"{', '.join(sorted(needed))} did not join within {within_s:g} s",
                     where="driver",
-                    hint="See their logs.",
+                    hint="See their logs",
                 )
             await changed()
 
@@ -212,7 +212,7 @@ class Members:
         """Direct a rollout to return its work and leave. Raises StaleHandle for an unknown one."""
         member = self._directory.member(worker)
         if member is None or member.role != "rollout":
-            raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them.")
+            raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them")
         self._drained.add(worker)
         self._directory.answer_all()
 

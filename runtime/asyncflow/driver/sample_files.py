@@ -29,7 +29,7 @@ Purpose = Literal["train", "eval"]
 _FORMATS = get_args(Format)
 _PREFIX: dict[Purpose, str] = {"train": "step", "eval": "eval"}
 _NAME = re.compile(r"(step|eval)-([0-9]{6,})\.(jsonl|parquet)")
-_LACKS_PYARROW = "pip install 'asyncflow[data]', or set storage.samples.format: jsonl"
+_LACKS_PYARROW = "Run pip install 'asyncflow[data]', or set storage.samples.format: jsonl"
 
 
 class SampleText(Struct, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ def _parquet(samples: Sequence[SampleText]) -> bytes:
 
 def _read_parquet(path: Path) -> list[SampleText]:
     if find_spec("pyarrow") is None:
-        raise AsyncFlowError("not installed: pyarrow", where=str(path), hint="pip install 'asyncflow[data]'")
+        raise AsyncFlowError("not installed: pyarrow", where=str(path), hint="Run pip install 'asyncflow[data]'")
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         rows = parquet.read_table(path).to_pylist()

@@ -31,7 +31,7 @@ from asyncflow.rewards.wire import Example, Score, ScoreAnswer
 
 BUILT_IN = {"calculator": "asyncflow.environments.calculator:answer"}
 """The built-in environments, by name."""
-FIELD = "environment.function"
+FIELD = "spec.environment.function"
 
 _CONTEXT = ("prompt", "answer", "meta", "config")
 
@@ -68,7 +68,7 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
             hint="docs/guide/multi-turn.md shows a function and a class",
         ) from error
     if stepped and not callable(getattr(found, "step", None)):
-        hint = "Add it: it returns the text that the model reads next, or None to end the episode"
+        hint = "Define it: it returns the text that the model reads next, or None to end the episode"
         raise ManifestError(f"class {name!r} has no method step(text)", where=FIELD, hint=hint)
     return EnvironmentFunction(
         call=_replaying(found) if stepped else found,

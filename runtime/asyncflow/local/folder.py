@@ -240,7 +240,7 @@ def differences(old: RLJob, new: RLJob) -> list[Difference]:
     steps, before = new.spec.algorithm.steps, old.spec.algorithm.steps
     if steps < before:
         place = ("spec", "algorithm", "steps")
-        problems.append(Problem(place=place, value=steps, reason=f"was {before}", fix="Give at least as many"))
+        problems.append(Problem(place=place, value=steps, reason=f"was {before}", fix="Set at least as many"))
     if problems:
         raise refusal(problems, source="--resume")
     return found
@@ -303,19 +303,19 @@ class RunFolder:
             str(path).encode()
         except UnicodeEncodeError as error:
             raise ManifestError(
-                "the path is not UTF-8", where=ascii(str(path)), hint="Give another --output"
+                "the path is not UTF-8", where=ascii(str(path)), hint="Pass another --output"
             ) from error
         has_run = holds_run(path) and not _is_failed_start(path)
         if resume and not (path / name).is_file():
             raise ManifestError(
-                "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
+                "there is no run to resume", where=str(path), hint="Leave out --resume, or pass its --output"
             )
         if has_run and not (resume or fresh):
             _check_unused(path)
             content = next((what for file, what in _HOLDS.items() if (path / file).is_file()), "a run")
-            hint = "Move it aside with --fresh, or give another --output"
+            hint = "Move it aside with --fresh, or pass another --output"
             if name == JOB and (path / name).is_file():
-                hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
+                hint = "Continue it with --resume, move it aside with --fresh, or pass another --output"
             raise ManifestError(f"the folder already holds {content}", where=str(path), hint=hint)
         _check_room(path)
         try:
@@ -333,7 +333,7 @@ class RunFolder:
                 cls(path, lock, moved_to, made).release(undo=moved_to is not None)
                 raise
         except OSError as error:
-            hint = "Give an --output that can be written"
+            hint = "Pass an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
         own = tuple(folder for folder in _FOR_RUN if not (path / folder).exists())
         return cls(path, lock, moved_to, made, own=own, name=name, before=before, figures=_figures(path))
@@ -430,7 +430,7 @@ def saved_overrides(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        hint = "Remove it, and give the run's --set values again"
+        hint = "Remove it, and pass the run's --set values again"
         raise ManifestError(
             f"the --set values of the run cannot be read: {error}", where=str(file), hint=hint
         ) from error
@@ -455,7 +455,7 @@ def record_of(path: Path) -> Record:
     """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError if none does."""
     if _is_held(path) and (record := load_record(path)) is not None:
         return record
-    hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
+    hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Pass the folder of a run"
     for alone in (path / QUEUE, path / SYNC):
         if alone.is_file():
             hint = f"Serve it again: {shlex.join(['asyncflow', 'run', str(alone), '--output', str(path)])}"
@@ -465,7 +465,7 @@ def record_of(path: Path) -> Record:
 def check_run(path: Path, *files: str) -> None:
     """Raise ManifestError if the folder ``path`` has none of ``files`` of a run, by default its manifest."""
     if not any((path / name).is_file() for name in files or (JOB,)):
-        raise ManifestError("there is no run", where=str(path), hint="Give the folder of a run, e.g. runs/quickstart")
+        raise ManifestError("there is no run", where=str(path), hint="Pass the folder of a run, e.g. runs/quickstart")
 
 
 def holds_run(path: Path) -> bool:
@@ -519,7 +519,7 @@ def _check_room(path: Path) -> None:
     disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
     if disk.total and disk.free < LEAST_FREE:
         what = f"only {disk.free >> 10} KiB are free there, and a run needs {LEAST_FREE >> 10} KiB to start"
-        raise ManifestError(what, where=str(path), hint="Free some space, or give another --output")
+        raise ManifestError(what, where=str(path), hint="Free some space, or pass another --output")
 
 
 def _check_unused(path: Path) -> None:
@@ -544,7 +544,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _in_use(path: Path) -> ManifestError:
-    hint = "Wait for it, end it, or give another --output"
+    hint = "Wait for it, end it, or pass another --output"
     return ManifestError("another run is using the folder", where=str(path), hint=hint)
 
 

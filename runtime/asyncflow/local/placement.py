@@ -63,9 +63,7 @@ class PortReservation:
         if first:
             self._try(first)
             if not self.ports:
-                raise AsyncFlowError(
-                    f"port {first} of 127.0.0.1 is taken", hint="Give another port; 0 takes a free one"
-                )
+                raise AsyncFlowError(f"port {first} of 127.0.0.1 is taken", hint="Use another port; 0 takes a free one")
         self._below = _ephemeral_low()
         self._candidates = list(range(min(_LOWEST, self._below // 2), self._below))
         random.shuffle(self._candidates)

@@ -419,7 +419,7 @@ class Supervisor:
 
     def _failure(self, result: JobResult) -> AsyncFlowError:
         if result.culprit is None:
-            hint = "Give limits.activeDeadlineSeconds more, and continue with --resume"
+            hint = "Set limits.activeDeadlineSeconds higher, and continue with --resume"
             return DeadlineExceeded(result.reason, where=str(self._folder.path), hint=hint)
         log = self._logs[result.culprit]
         last = "".join(f"\n    {line}" for line in log.tail())

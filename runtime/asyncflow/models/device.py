@@ -26,7 +26,10 @@ def load_npu(*, where: str = TRAINER) -> ModuleType:
         return import_module("torch_npu")
     except ModuleNotFoundError as error:
         if error.name != "torch_npu":
-            raise ManifestError(f"torch_npu needs {error.name}, which is not installed", where=where) from error
+            hint = f"Run pip install {error.name}"
+            raise ManifestError(
+                f"torch_npu needs {error.name}, which is not installed", where=where, hint=hint
+            ) from error
         hint = f"Install the one for torch {torch.__version__.partition('+')[0]}, or use the image runtime-ascend"
         raise ManifestError("torch_npu is not installed", where=where, hint=hint) from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

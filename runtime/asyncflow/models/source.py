@@ -30,7 +30,7 @@ from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.models.folder import whole_folder
 from asyncflow.models.tiny import write_config
 
-WHERE = "model.source"
+WHERE = "spec.model.source"
 WEIGHTS = "model.safetensors"
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _DAMAGED = "Copy it again: it may be cut off, or the pointer of a large-file store"
@@ -64,7 +64,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             name, seed = _tiny(rest)
             return cls(kind="tiny", name=name, seed=seed, folder=workdir / "model" / f"{name}-{seed}")
         raise ManifestError(
-            f"no model {source!r}", where=WHERE, hint="Give tiny://NAME, a folder, pvc://CLAIM/PATH or hf://ORG/NAME"
+            f"no model {source!r}", where=WHERE, hint="Use tiny://NAME, a folder, pvc://CLAIM/PATH or hf://ORG/NAME"
         )
 
 
@@ -81,7 +81,7 @@ def materialize_config(source: str, workdir: Path) -> Path:
         return model.folder
     folder = _cached(model.name) if model.kind == "hf" else model.folder
     if not (folder / "config.json").is_file():
-        raise ManifestError(f"{folder} has no config.json", where=WHERE, hint="Give an ordinary Hugging Face folder")
+        raise ManifestError(f"{folder} has no config.json", where=WHERE, hint="Use an ordinary Hugging Face folder")
     return folder
 
 
@@ -177,7 +177,7 @@ def _tiny(rest: str) -> tuple[str, int]:
     fields = dict(parse_qsl(query, keep_blank_values=True))
     seed = fields.pop("seed", "0")
     if fields or not seed.isdecimal():
-        raise ManifestError(f"{query!r} is not valid", where=WHERE, hint="Give tiny://NAME or tiny://NAME?seed=N")
+        raise ManifestError(f"{query!r} is not valid", where=WHERE, hint="Use tiny://NAME or tiny://NAME?seed=N")
     tiny_task(name, where=WHERE)
     return name, int(seed)
 

@@ -269,5 +269,5 @@ def _rounded(raw: AnyArray, dtype: np.dtype[np.generic]) -> AnyArray:
 
 
 def _not_whole(folder: Path, why: str) -> ManifestError:
-    hint = f"Give a folder with {_CONFIG} and {WEIGHTS}, or {_INDEX} and the files that it names"
+    hint = f"Use a folder with {_CONFIG} and {WEIGHTS}, or {_INDEX} and the files that it names"
     return ManifestError(f"no whole model: {why}", where=str(folder), hint=hint)

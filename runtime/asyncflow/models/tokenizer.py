@@ -72,7 +72,7 @@ class Tokenizer:
             raise ManifestError(
                 "the model has no tokenizer.json",
                 where=str(folder),
-                hint="give a Hugging Face folder with a fast tokenizer; transformers' save_pretrained writes one",
+                hint="Use a Hugging Face folder with a fast tokenizer; transformers' save_pretrained writes one",
             )
         try:
             core = tokenizers.Tokenizer.from_file(str(file))
@@ -89,7 +89,9 @@ class Tokenizer:
             named += ids if isinstance(ids, list) else [ids]
         eos = {int(token) for token in named if token is not None}
         if not eos:
-            raise ManifestError("no end-of-sequence token is named", where=str(folder), hint="set eos_token_id")
+            raise ManifestError(
+                "no end-of-sequence token is named", where=str(folder), hint="Set eos_token_id in its config.json"
+            )
         pad = core.token_to_id(special["pad_token"]) if "pad_token" in special else None
         return cls(
             core,
@@ -133,14 +135,14 @@ class Tokenizer:
         if chat is None:
             raise ManifestError(
                 "the prompts are chats, and the model has no chat template",
-                where="model.source",
-                hint="Leave out data.train.chat and data.eval.chat, and give prompts as texts; or give a chat model",
+                where="spec.model.source",
+                hint="Remove data.train.chat and data.eval.chat, and write prompts as texts; or use a chat model",
             )
         known = chat.reads - {*_RESERVED, *self._special_tokens}
         if unknown := sorted(options.keys() - known):
             raise ManifestError(
-                f"the model's chat template does not read {', '.join(unknown)}",
-                where="chatOptions",
+                f"the model's chat template does not read the chatOptions {', '.join(unknown)}",
+                where="spec.data",
                 hint=f"It reads: {', '.join(sorted(known)) or 'no options'}",
             )
         try:
@@ -218,5 +220,5 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ManifestError(f"is not JSON: {error}", where=str(file)) from error
+        raise ManifestError(f"is not JSON: {error}", where=str(file), hint="Copy the folder again") from error
     return content if isinstance(content, dict) else {}

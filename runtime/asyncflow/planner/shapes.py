@@ -125,7 +125,7 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
     except (KeyError, TypeError, ValueError) as error:
         raise ManifestError(
             f"config.json of {name} has no size {error}",
-            where="model.source",
+            where="spec.model.source",
             hint="The planner supports decoders in Hugging Face's format: hidden_size, num_hidden_layers, ...",
         ) from None
     kv_heads = int(config.get("num_key_value_heads") or heads)

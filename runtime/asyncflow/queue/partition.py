@@ -218,7 +218,7 @@ class Partition:
         if not keys:
             return ids
         if ids:
-            raise Refused("rows are named by ids or by keys, not by both", where=self.name)
+            raise Refused("rows are named by ids or by keys, not by both", where=self.name, hint="Use one kind")
         found = await self._find(keys, timeout)
         if found.lost:
             what = f"the row of {_listed(found.lost)} was lost with its storage unit"
@@ -243,7 +243,7 @@ class Partition:
             try:
                 ids.append(operator.index(row))
             except TypeError:
-                hint = "Give ids, as put returned them, or keys"
+                hint = "Pass ids, as put returned them, or keys"
                 raise Refused(f"{row!r} names no row", where=self.name, hint=hint) from None
         return keys, ids
 

@@ -249,10 +249,10 @@ def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -
     """Refuse columns or tags with another number of rows."""
     for name, column in columns.items():
         if len(column) != rows:
-            hint = "Give each column a value for every row"
+            hint = "Pass one value of each column for every row"
             raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client", hint=hint)
     if tags is not None and len(tags) != rows:
-        raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
+        raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Pass one a row")
 
 
 def pack_rows(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int) -> tuple[BatchHeader, list[Buffer]]:

@@ -97,7 +97,7 @@ class Putter:
         """
         rows, size, samples = request.header.rows, request.group_size, request.samples
         if not rows or rows % size:
-            raise Refused(f"{rows} rows make no groups of {size}", where="queue client", hint="Give whole groups")
+            raise Refused(f"{rows} rows make no groups of {size}", where="queue client", hint="Put whole groups")
         if samples is None:
             nbytes = sum(column.nbytes for column in columns.values())
             if nbytes > _MOST_BYTES or rows > MOST_ROWS:

@@ -42,7 +42,7 @@ def encode(values: Any, *, where: str = "column") -> Jagged:
     if is_array(values) and not _nested(values):
         return _regular(*plain_array(values, where), where=where)
     if not is_array(values) and not isinstance(values, list | tuple):
-        raise Refused(f"a {type(values).__name__} is not a column", where=where, hint="Give an array or a list")
+        raise Refused(f"a {type(values).__name__} is not a column", where=where, hint="Pass an array or a list")
     return _of_rows(list(values), where)
 
 
@@ -82,7 +82,7 @@ def _nested(values: Any) -> bool:
 def _of_rows(rows: list[Any], where: str) -> Jagged:
     kinds = {type(row) for row in rows}
     if not rows:
-        hint = "Give an array of shape (0, ...)"
+        hint = "Pass an array of shape (0, ...)"
         raise Refused("an empty list has no dtype", where=where, hint=hint)
     if all(is_array(row) for row in rows):
         return _jagged([plain_array(row, where) for row in rows], where)
@@ -92,7 +92,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
         try:
             return _of_bytes([row.encode() for row in rows], TEXT)
         except UnicodeEncodeError as wrong:
-            raise Refused(f"a text is not Unicode: {wrong}", where=where, hint="Give bytes") from wrong
+            raise Refused(f"a text is not Unicode: {wrong}", where=where, hint="Pass bytes") from wrong
     if len(kinds) == 1 and (dtype := _NUMBERS.get(kinds.pop())) is not None:
         try:
             return _regular(np.array(rows, DTYPES[dtype]), dtype, where=where)
@@ -100,7 +100,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
             raise Refused("an integer does not fit int64", where=where) from wrong
     if any(is_array(row) for row in rows):
         names = ", ".join(sorted({type(row).__name__ for row in rows}))
-        raise Refused(f"rows of one column are {names}", where=where, hint="Give arrays for all of them, or for none")
+        raise Refused(f"rows of one column are {names}", where=where, hint="Pass arrays for all of them, or for none")
     return _of_bytes([pack_object(row, where=where) for row in rows], OBJECT)
 
 
@@ -112,7 +112,7 @@ def _of_bytes(rows: list[bytes], dtype: str) -> Jagged:
 def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
     """Return a column whose rows are ``array[0]``, ``array[1]``, ..."""
     if array.ndim == 0:
-        raise Refused("a single number has no rows", where=where, hint="Give one value for each row")
+        raise Refused("a single number has no rows", where=where, hint="Pass one value for each row")
     inner = array.shape[2:] if array.ndim > 1 else None
     _check_inner(inner, where)
     lengths = np.full(array.shape[0], math.prod(array.shape[1:]), np.int64)
@@ -123,7 +123,7 @@ def _jagged(rows: list[tuple[Array, str]], where: str) -> Jagged:
     arrays, dtypes = [row for row, _ in rows], {dtype for _, dtype in rows}
     inners = {row.shape[1:] if row.ndim else None for row in arrays}
     if len(dtypes) > 1:
-        raise Refused(f"rows of one column have dtypes {', '.join(sorted(dtypes))}", where=where)
+        raise Refused(f"its rows have dtypes {', '.join(sorted(dtypes))}", where=where, hint="Convert them to one")
     if len(inners) > 1:
         shapes = ", ".join(sorted({str(row.shape) for row in arrays}))
         hint = "Rows of one column may differ in their first dimension only; flatten them, or use another column"

@@ -94,11 +94,11 @@ class RewardFunction:
         known = {*_NAMES[takes], "config"}
         if unknown := sorted(required - known):
             what = f"{name!r} has the parameter {unknown[0]!r}, which is none of {', '.join(sorted(known))}"
-            raise ManifestError(what, where="reward.function", hint=_HINT)
+            raise ManifestError(what, where="spec.reward.function", hint=_HINT)
         named = frozenset(known if rest else names & known)
         if config and "config" not in named:
             what = f"{name!r} has no parameter config, but the manifest has settings for it"
-            raise ManifestError(what, where="reward.config", hint="Add the parameter, or remove the settings")
+            raise ManifestError(what, where="spec.reward.config", hint="Add the parameter, or remove the settings")
         return cls(
             call=found,
             takes=takes,
@@ -153,7 +153,7 @@ def _parameters(found: Any, name: str) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(found).parameters)
     except (TypeError, ValueError) as error:
         what = f"the parameters of {name!r} cannot be determined: {error}"
-        raise ManifestError(what, where="reward.function", hint="Wrap it in a Python function") from error
+        raise ManifestError(what, where="spec.reward.function", hint="Wrap it in a Python function") from error
 
 
 def _read(found: Any, name: str) -> tuple[set[str], bool, set[str]]:
@@ -168,7 +168,7 @@ def _read(found: Any, name: str) -> tuple[set[str], bool, set[str]]:
             required |= {parameter.name} if parameter.default is parameter.empty else set()
             if not by_name and parameter.default is parameter.empty:
                 what = f"{name!r} takes {parameter.name!r} by position only, but is called with keyword arguments"
-                raise ManifestError(what, where="reward.function", hint=_HINT)
+                raise ManifestError(what, where="spec.reward.function", hint=_HINT)
     return names, rest, required
 
 
@@ -186,7 +186,7 @@ def _takes(names: set[str], *, rest: bool, name: str) -> Takes:
         return "sample"
     else:
         what = f"{name!r} has no parameter response"
-    raise ManifestError(what, where="reward.function", hint=_HINT)
+    raise ManifestError(what, where="spec.reward.function", hint=_HINT)
 
 
 def _listed(value: Any) -> list[Any] | None:

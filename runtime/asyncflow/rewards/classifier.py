@@ -39,9 +39,11 @@ class RewardModel:
     """The model. Raises ManifestError if the settings are invalid, and any exception of transformers."""
 
     def __init__(self, *, config: dict[str, Any], device: str, share: float) -> None:
-        self._options = options = read_options(config, RewardModelOptions, where="reward.config")
+        self._options = options = read_options(config, RewardModelOptions, where="spec.reward.config")
         if not options.model:
-            raise ManifestError("no model is set", where="reward.config.model", hint="Set it to the model's folder")
+            raise ManifestError(
+                "no model is set", where="spec.reward.config.model", hint="Set it to the model's folder"
+            )
         torch.set_num_threads(options.threads)
         self._device = find_device(device, share=share, where="spec.reward.role.accelerator")
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -52,7 +54,7 @@ class RewardModel:
         labels = self._model.config.num_labels
         if not 0 <= options.label < labels:
             what = f"{options.label} is not one of the model's {labels} labels"
-            raise ManifestError(what, where="reward.config.label", hint=f"Set 0 to {labels - 1}")
+            raise ManifestError(what, where="spec.reward.config.label", hint=f"Set 0 to {labels - 1}")
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._model.config.pad_token_id is None:

@@ -50,10 +50,10 @@ class Endpoint:
     """Client of a reward server. Raises ManifestError if the settings are invalid."""
 
     def __init__(self, *, config: dict[str, Any]) -> None:
-        self._options = read_options(config, EndpointOptions, where="reward.config")
+        self._options = read_options(config, EndpointOptions, where="spec.reward.config")
         if not self._options.url.startswith(("http://", "https://")):
             what = f"{self._options.url!r} is not an HTTP URL"
-            raise ManifestError(what, where="reward.config.url", hint="Set http://HOST... or https://HOST...")
+            raise ManifestError(what, where="spec.reward.config.url", hint="Set http://HOST... or https://HOST...")
         self._session: aiohttp.ClientSession | None = None
         self._known: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
 
@@ -101,9 +101,9 @@ class Endpoint:
             async with self._session.post(url, data=body) as answer:
                 text, status = await answer.read(), answer.status
         except (aiohttp.ClientError, OSError) as error:
-            raise PeerLost(f"{url} does not answer: {error}", where="reward.config.url") from error
+            raise PeerLost(f"{url} does not answer: {error}", where="spec.reward.config.url") from error
         if status in _BUSY or status >= _SERVER_ERROR:
-            raise PeerLost(f"{url} answered {status}: {_shown(text)}", where="reward.config.url")
+            raise PeerLost(f"{url} answered {status}: {_shown(text)}", where="spec.reward.config.url")
         if status != _OK:
             raise ValueError(f"{url} answered {status}: {_shown(text)}")
         return text

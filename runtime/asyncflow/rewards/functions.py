@@ -39,8 +39,8 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
     """
     if extractor not in EXTRACTORS:
         hint = f"Use one of: {', '.join(EXTRACTORS)}"
-        raise ManifestError(f"there is no extractor {extractor!r}", where="reward.extractor", hint=hint)
-    check_module(function, where="reward.function", known=BUILT_IN, workdir=workdir)
+        raise ManifestError(f"there is no extractor {extractor!r}", where="spec.reward.extractor", hint=hint)
+    check_module(function, where="spec.reward.function", known=BUILT_IN, workdir=workdir)
 
 
 def check_module(function: str, *, where: str, known: Iterable[str], workdir: Path) -> None:
@@ -76,7 +76,7 @@ def load(
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         what = f"the module {module!r} has no function {attribute!r}"
-        raise ManifestError(what, where="reward.function", hint="Define the function, or correct its name")
+        raise ManifestError(what, where="spec.reward.function", hint="Define the function, or correct its name")
     return RewardFunction.of(found, name=function, config=config, place=place or {})
 
 

@@ -68,7 +68,7 @@ def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> f
     response.
     """
     if "dataset" not in meta:
-        message = "the reward `gym` scores prompts of gym:// only, but the meta of this prompt names no dataset"
+        message = "the function gym scores prompts of gym:// only, but the meta of this prompt names no dataset"
         raise ValueError(message)
     checker = _checker(meta["dataset"], json.dumps(meta["config"], sort_keys=True))
     entry = {"question": prompt, "answer": answer, "metadata": meta["metadata"]}

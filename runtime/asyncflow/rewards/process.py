@@ -188,7 +188,7 @@ class RewardProcess:
             if ready.failure:
                 raise ManifestError(
                     f"{scorer.function!r} cannot be loaded: {ready.detail}",
-                    where="reward.function",
+                    where="spec.reward.function",
                     hint="See the traceback in the log of the role; functions run in a sandbox (docs/guide/rewards.md)",
                 )
         except BaseException:

@@ -228,7 +228,7 @@ class RewardClient:
             raise DeadlineExceeded(
                 f"no reward server answered within {self._start_timeout_s:g} s",
                 where=str(self._path),
-                hint="See the log of the container `rewards`",
+                hint="See the log of the container rewards",
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise PeerLost("the server closed the connection immediately", where=str(self._path)) from error

@@ -24,7 +24,7 @@ class LengthPenalty:
     """The penalty, from 0 to -1. Raises ManifestError if the settings are invalid."""
 
     def __init__(self, *, config: dict[str, Any]) -> None:
-        options = read_options(config, LengthOptions, where="reward.config")
+        options = read_options(config, LengthOptions, where="spec.reward.config")
         self._target, self._width = options.target, options.width
 
     def __call__(self, *, length: int) -> float:

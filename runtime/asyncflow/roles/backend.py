@@ -114,7 +114,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     CheckpointError if the checkpoint is damaged.
     """
     if target.exists():
-        raise ManifestError("exists already", where=str(target), hint="Give a folder that does not exist")
+        raise ManifestError("exists already", where=str(target), hint="Pass a folder that does not exist")
     kind = kind_of_backend(spec, device="cpu")
     checkpoints = Checkpoints(run / "checkpoints")
     chosen, checkpoint = find_checkpoint(checkpoints, step)

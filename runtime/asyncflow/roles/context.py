@@ -368,7 +368,7 @@ class SyncContext(ProcessContext):
         self.owner = self.resource.metadata.uid or self.resource.metadata.name
         self.weights, self.start_s = self.resource.spec, LimitsSpec().start_seconds
         if self.resource.spec.publishes is None:
-            what, hint = "it has no model of its own to publish", "Give spec.source.model"
+            what, hint = "it has no model of its own to publish", "Set spec.source.model"
             raise ManifestError(what, where=f"WeightSync {self.resource.metadata.name}", hint=hint)
 
     @property
@@ -450,7 +450,7 @@ async def _run(
 ) -> int:
     """Run ``serve`` in a context of ``kind``. Raises ManifestError if the kind of manifest has no such role."""
     if serve is None:
-        where, hint = str(options.job), "Give a manifest of another kind, such as an RLJob"
+        where, hint = str(options.job), "Pass a manifest of another kind, such as an RLJob"
         raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
     host, name = os.environ.get(HOST_ENV, LOOPBACK), "job" if isinstance(manifest, RLJob) else "resource"
     context = kind(options=options, credentials=Credentials.of_environment(), host=host, **{name: manifest})

@@ -162,5 +162,5 @@ class WeightLoader:
         log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
         if (reason := refuted(found, probe, before=self._proved, limit=self._probe_gap)) is not None:
             what = f"the engine does not have the weights of {version}: {reason}"
-            raise AsyncFlowError(what, where="rollout.engine", hint="It has not loaded all tensors of this model")
+            raise AsyncFlowError(what, where="spec.rollout.engine", hint="It has not loaded all tensors of this model")
         self._proved = Proved(probe, gap)

@@ -15,6 +15,8 @@ import msgspec
 from asyncflow.errors import ManifestError
 from asyncflow.rollout.lengths import Lengths
 
+_HINT = "asyncflow sim fit DIR writes such a file"
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
@@ -153,14 +155,15 @@ class Models(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
         except OSError as error:
-            raise ManifestError(f"cannot be read: {error.strerror}", where=str(file)) from error
+            raise ManifestError(f"cannot be read: {error.strerror}", where=str(file), hint=_HINT) from error
         except msgspec.DecodeError as error:
-            hint = "asyncflow sim fit DIR writes such a file"
-            raise ManifestError(f"holds no models: {error}", where=str(file), hint=hint) from error
+            raise ManifestError(f"holds no models: {error}", where=str(file), hint=_HINT) from error
 
     def write(self, file: Path) -> None:
         """Write all models as JSON. Raises ManifestError if the file cannot be written."""
         try:
             file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         except OSError as error:
-            raise ManifestError(f"cannot be written: {error.strerror}", where=str(file)) from error
+            raise ManifestError(
+                f"cannot be written: {error.strerror}", where=str(file), hint="Use another path"
+            ) from error

@@ -77,7 +77,9 @@ class Scenario:
         """Raise ManifestError for a colocated scenario with an asynchronous schedule."""
         if self.colocated is not None and self.schedule.mode != "sync":
             hint = "Set schedule.mode to sync, or use separate devices"
-            raise ManifestError("one set of devices cannot generate while it trains", where="schedule.mode", hint=hint)
+            raise ManifestError(
+                "one set of devices cannot generate while it trains", where="spec.schedule.mode", hint=hint
+            )
 
     @property
     def plan(self) -> Schedule:

@@ -95,7 +95,7 @@ class FunctionProcess:
             raise ManifestError(
                 f"the function cannot be loaded: {answer.failure.strip()}",
                 where="spec.tasks",
-                hint="Put its module next to the manifest or install it; define it as `def function(rows, config)`",
+                hint="Put its module next to the manifest or install it; define it as def function(rows, config)",
             )
         self.is_async = answer.is_async
 

@@ -34,11 +34,15 @@ def load_function(function: str, *, workdir: Path) -> Callable[..., Any]:
     module, _, attribute = function.partition(":")
     candidate: Any = getattr(importlib.import_module(module), attribute, None)
     if not callable(candidate):
-        raise ManifestError(f"module {module!r} has no function {attribute!r}", where="spec.tasks")
+        raise ManifestError(
+            f"module {module!r} has no function {attribute!r}",
+            where="spec.tasks",
+            hint="Define it, or correct its name",
+        )
     try:
         inspect.signature(candidate).bind([], {})
     except TypeError as error:
-        hint = "Define it as `def function(rows, config)`"
+        hint = "Define it as def function(rows, config)"
         raise ManifestError(f"{function!r} cannot be called: {error}", where="spec.tasks", hint=hint) from error
     loaded: Callable[..., Any] = candidate
     return loaded

@@ -91,7 +91,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
                 raise CheckpointError(
                     f"{file.path} is missing or not as it was written ({file.size} bytes)",
                     where=str(self.folder),
-                    hint="The disk has lost or changed it. Move this folder away to resume from an older checkpoint.",
+                    hint="The disk has lost or changed it. Move this folder away to resume from an older checkpoint",
                 )
 
 
@@ -282,13 +282,13 @@ def _read(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"the manifest cannot be read: {error}",
             where=str(path),
-            hint="Move this folder away to resume from an older checkpoint.",
+            hint="Move this folder away to resume from an older checkpoint",
         ) from error
     if manifest.format != _FORMAT:
         raise CheckpointError(
             f"format {manifest.format} is not {_FORMAT}",
             where=str(path),
-            hint="Resume with the version that wrote it.",
+            hint="Resume with the version that wrote it",
         )
     return Checkpoint(path.parent, manifest)
 
@@ -324,7 +324,7 @@ def _unwritable(path: Path, error: OSError) -> DiskError:
     return DiskError(
         f"the checkpoint cannot be written: {error.strerror or error}",
         where=str(path),
-        hint="Free space, or give a folder that this process may write to.",
+        hint="Free space, or use a folder that this process may write to",
     )
 
 
@@ -390,9 +390,9 @@ def find_checkpoint(checkpoints: Checkpoints, which: str) -> tuple[int, Checkpoi
         return step, checkpoints.at(step)
     if step == 0:
         return step, None
-    hint = "Give another run, or step 0, the model at the start of the run"
+    hint = "Use another run, or step 0, the model at the start of the run"
     if steps:
-        hint = f"Give newest, or a step that has a checkpoint: {', '.join(map(str, steps))}"
+        hint = f"Use newest, or a step that has a checkpoint: {', '.join(map(str, steps))}"
     if which == "best":
         what = "no checkpoint is known to be the best: only a run with storage.checkpoints.keepBest says so"
         raise ManifestError(what, where=where, hint=hint)

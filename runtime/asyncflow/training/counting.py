@@ -162,7 +162,9 @@ class CountingCritic:
         """Load the counts of ``checkpoint``, or zeros. Raises ManifestError if there are other replicas."""
         if meeting is not None:
             raise ManifestError(
-                "the counting critic supports only one process", where="spec.critic.role.replicas", hint="Give 1"
+                "the counting critic supports only one process",
+                where="spec.critic.role.replicas",
+                hint="Set replicas: 1",
             )
         zeros = np.zeros_like(self._counts)
         self._counts = zeros if checkpoint is None else _stored(checkpoint / CRITIC_COUNTS, like=zeros)
@@ -208,7 +210,7 @@ def _count(pending: NDArray[np.int64], batch: MicroBatch, *, group_size: int) ->
             raise ManifestError(
                 f"sample {tuple(key)} has index {index}, and the counting trainer has capacity {pending.size}",
                 where=f"{OPTIONS}.capacity",
-                hint="Give at least prompts * groupSize.",
+                hint="Set at least prompts * groupSize",
             )
         pending[index] += 1
 
@@ -219,6 +221,6 @@ def _stored(file: Path, *, like: NDArray[np.int64]) -> NDArray[np.int64]:
         raise CheckpointError(
             f"counts are {stored.dtype}{stored.shape}, not {like.dtype}{like.shape}",
             where=str(file),
-            hint="Resume with the same capacity as at the start of the run.",
+            hint="Resume with the same capacity as at the start of the run",
         )
     return stored

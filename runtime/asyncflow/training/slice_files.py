@@ -105,7 +105,7 @@ def write_slices(file: Path, slices: Mapping[str, PublishedSlice]) -> None:
 
 def unwritable(path: Path, error: Exception) -> DiskError:
     """Return the error for a file or folder that cannot be written."""
-    hint = "Free space, or give a folder that this process may write to."
+    hint = "Free space, or use a folder that this process may write to"
     return DiskError(f"the weights cannot be written: {error}", where=str(path), hint=hint)
 
 

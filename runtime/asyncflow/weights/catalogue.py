@@ -209,7 +209,7 @@ class Catalogue:
         """Raise Fenced if a newer attempt than that of ``version`` is known."""
         if version.attempt < self._attempt:
             what = f"attempt {version.attempt} publishes {version}, but attempt {self._attempt} is known"
-            raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end.")
+            raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end")
 
     def publish(self, part: ManifestPart) -> bool:
         """Record one rank's part of a version, and return whether the version is now complete.

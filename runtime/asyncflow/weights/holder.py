@@ -151,7 +151,7 @@ class Holder:
                         raise self._failure
                     await self.changed.wait()
         except TimeoutError:
-            hint = f"The catalogue offers {', '.join(map(str, self.view.available)) or 'no version'}."
+            hint = f"The catalogue offers {', '.join(map(str, self.view.available)) or 'no version'}"
             raise DeadlineExceeded(
                 f"{what} did not come within {timeout:g} s", where=f"weights of {self.worker}", hint=hint
             ) from None

@@ -170,7 +170,7 @@ class HostTransport(CallTransport):
     ) -> None:
         if bandwidth is not None and bandwidth < LEAST_BANDWIDTH:
             what = f"{bandwidth} bytes a second are fewer than {LEAST_BANDWIDTH}"
-            raise ManifestError(what, where="bandwidth", hint="Set more: a receiver would consider its source dead.")
+            raise ManifestError(what, where="bandwidth", hint="Set more: a receiver would consider its source dead")
         super().__init__(**options)
         self._chunk_bytes = chunk_bytes
         self._window = window

@@ -137,12 +137,12 @@ def merge(parts: Iterable[ManifestPart]) -> Manifest:
             continue
         if (known.dtype, known.shape) != (entry.dtype, entry.shape):
             what = f"{entry.name!r} is {known.dtype}{known.shape} at one rank, {entry.dtype}{entry.shape} at another"
-            raise Refused(what, where=_where(found[0].version), hint="Publish the same model from all ranks.")
+            raise Refused(what, where=_where(found[0].version), hint="Publish the same model from all ranks")
         boxes = {each.box: each.digest for each in known.slices}
         for each in entry.slices:
             if boxes.get(each.box, each.digest) != each.digest:
                 what = f"two ranks publish different bytes for {entry.name!r} at {each.box}"
-                raise Refused(what, where=_where(found[0].version), hint="Replicated weights have drifted apart.")
+                raise Refused(what, where=_where(found[0].version), hint="Replicated weights have drifted apart")
         fresh = tuple(each for each in entry.slices if each.box not in boxes)
         entries[entry.name] = msgspec.structs.replace(known, slices=known.slices + fresh)
     tensors = tuple(entries[name] for name in sorted(entries))
@@ -150,7 +150,7 @@ def merge(parts: Iterable[ManifestPart]) -> Manifest:
         try:
             _check_tiling(entry.name, Box.whole(entry.shape), entry.slices)
         except ProtocolError as error:
-            raise Refused(error.what, where=_where(found[0].version), hint="Check the ranks' slices.") from error
+            raise Refused(error.what, where=_where(found[0].version), hint="Check the ranks' slices") from error
     return Manifest(
         version=found[0].version,
         tensors=tensors,
@@ -163,7 +163,7 @@ def dtype_name(array: AnyArray) -> str:
     """Return the published name of an array's dtype. Raises Refused for a dtype that weights cannot have."""
     name = _NAMES.get(array.dtype)
     if name is None:
-        hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16."
+        hint = f"Weights may be {', '.join(DTYPES)}; bfloat16 as its bits in uint16"
         raise Refused(f"dtype {array.dtype} cannot be published", where="weights", hint=hint)
     return name
 

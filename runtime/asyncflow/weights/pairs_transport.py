@@ -264,7 +264,7 @@ def _torch() -> Any:
 
 
 def _lacks_torch(why: str) -> ManifestError:
-    hint = "pip install 'asyncflow[torch]'"
+    hint = "Run pip install 'asyncflow[torch]'"
     return ManifestError(f"torch cannot be imported: {why}", where="spec.weightSync.transport", hint=hint)
 
 

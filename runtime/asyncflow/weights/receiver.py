@@ -166,7 +166,7 @@ class WeightReceiver:
         """
         version = self._held(step)
         if version is None:
-            raise StaleHandle(f"step {step} is not held, only {self.held}", where="weights", hint="ensure() it first.")
+            raise StaleHandle(f"step {step} is not held, only {self.held}", where="weights", hint="ensure() it first")
         self._current = version
         self.notify()
         return version, self.tensors(version)

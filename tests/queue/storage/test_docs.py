@@ -57,7 +57,7 @@ def install(folder: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_installed_package_is_all_that_another_back_end_takes(tmp_path):
+def test_an_installed_package_is_all_that_another_backend_takes(tmp_path):
     install(tmp_path / "packages")
     cells = tmp_path / "cells"
     cells.mkdir()
@@ -72,7 +72,7 @@ def test_an_installed_package_is_all_that_another_back_end_takes(tmp_path):
 
 
 @pytest.mark.process
-def test_a_unit_whose_back_end_is_not_installed_says_so_and_ends_for_good(tmp_path):
+def test_a_unit_whose_backend_is_not_installed_says_so_and_ends_for_good(tmp_path):
     (tmp_path / "queue.yaml").write_text(QUEUE)
     place = ["--driver", "tcp://127.0.0.1:9", "--index", "0", "--attempt", "0", "--workdir", str(tmp_path)]
     unit = subprocess.run(
@@ -85,5 +85,5 @@ def test_a_unit_whose_back_end_is_not_installed_says_so_and_ends_for_good(tmp_pa
     )
     assert unit.returncode == REFUSED
     assert f"backend of the queue: no installed package offers 'folder' in {BACKENDS}." in unit.stdout
-    assert "Install its package, or give one of: memory, mooncake, redis" in unit.stdout
+    assert "Install its package, or use one of: memory, mooncake, redis" in unit.stdout
     assert "Traceback" not in unit.stdout

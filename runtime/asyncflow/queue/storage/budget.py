@@ -70,7 +70,7 @@ class ByteBudget:
 
     async def _wait(self, line: deque[_Place], size: int, promise: int, timeout: float) -> None:
         if size + promise > self.limit:
-            hint = "Put fewer rows at a time, or give the unit more bytes"
+            hint = "Put fewer rows at a time, or set bytesPerUnit higher"
             raise Refused(f"{size + promise} bytes never fit into {self.limit}", where=self._where, hint=hint)
         now = asyncio.get_running_loop().time
         place, started = _Place(size, promise, asyncio.get_running_loop().create_future()), now()

@@ -163,6 +163,6 @@ def _library() -> Any:
         import redis.asyncio.retry
         import redis.backoff
     except ImportError as error:
-        hint = "pip install 'asyncflow[redis]'"
+        hint = "Run pip install 'asyncflow[redis]'"
         raise ManifestError(f"the Redis client cannot be loaded: {error}", where=_WHERE, hint=hint) from error
     return redis

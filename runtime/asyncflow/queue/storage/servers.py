@@ -27,7 +27,7 @@ _RETRY_S = 0.05
 _END_S = 2.0
 _STDERR = 2
 _HINTS = {
-    "mooncake_master": "pip install 'asyncflow[mooncake]'",
+    "mooncake_master": "Run pip install 'asyncflow[mooncake]'",
     "redis-server": "Install the system's package redis-server",
 }
 

@@ -98,7 +98,7 @@ def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Seq
 def _check_keys(state: QueueState, keys: _Keys, partition: str) -> None:
     named = [key for key in keys if key is not None]
     if not all(isinstance(key, str) and key for key in named):
-        hint = "Give each row a key of at least one character, or give no row a key"
+        hint = "Pass a key of at least one character for each row, or for no row"
         raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is not a text or is empty", where=partition, hint=hint)
     if len(set(named)) < len(named):
         raise Refused("two rows of one put have the same key", where=partition)

@@ -186,7 +186,7 @@ class Batch:
         try:
             from tensordict import NonTensorStack, TensorDict
         except ImportError as error:
-            hint = "pip install 'asyncflow[tensordict]'"
+            hint = "Run pip install 'asyncflow[tensordict]'"
             raise ManifestError(
                 "the package tensordict is not installed", where="Batch.tensordict", hint=hint
             ) from error

@@ -53,7 +53,7 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         if self.folder is None:
-            raise ManifestError("engine transformers needs a model folder", where="rollout.engine")
+            raise ManifestError("engine transformers needs a model folder", where="spec.rollout.engine")
         read_options(self.options, self.Options, where=OPTIONS)
         self._folder = self.folder
         self._wake = threading.Condition()

@@ -103,7 +103,7 @@ def check_sink(spec: SinkSpec, *, number: int) -> None:
     where = f"{WHERE}[{number}]"
     sink = sink_class(spec.kind, where=where)
     if absent := [name for name in sink.needs if find_spec(name) is None]:
-        hint = f"pip install '{sink.needs[absent[0]]}'"
+        hint = f"Run pip install '{sink.needs[absent[0]]}'"
         raise ManifestError(f"not installed: {', '.join(absent)}", where=where, hint=hint)
     sink.check(read_options(spec.options, sink.Options, where=f"{where}.options"))
 

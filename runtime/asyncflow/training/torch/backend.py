@@ -208,7 +208,7 @@ class TorchBackend(TrainerBackend):
             raise ManifestError(
                 f"a pair has up to {self.settings.longest_part} tokens, and the device fits {found}",
                 where=FIELD,
-                hint="Give shorter responses, options.gradient_checkpointing: true, or another device",
+                hint="Set a smaller sampling.maxTokens or options.gradient_checkpointing: true, or use another device",
             )
         if self._options.compile:
             found = max(self.settings.longest_part or 1, few_sizes_below(found))

@@ -32,8 +32,8 @@ _MULTIPLE = 256
 _USED = 0.9
 """Fraction of the free memory that a pack may use; the rest is for fragmentation."""
 _HINT = (
-    f"Give a smaller {FIELD.rpartition('.')[2]} (at least the longest sample), options.gradient_checkpointing: true, "
-    "or a device with more memory"
+    f"Set a smaller {FIELD.rpartition('.')[2]} (at least the longest sample) or options.gradient_checkpointing: true, "
+    "or use a device with more memory"
 )
 
 

@@ -139,7 +139,7 @@ def open_model(
         raise ManifestError(
             f"no model can be opened: {error}",
             where=str(folder),
-            hint="Give a folder with config.json and model.safetensors, as transformers writes it.",
+            hint="Use a folder with config.json and model.safetensors, as transformers writes it",
         ) from error
     return (model if device is None else model.to(device)).eval()
 

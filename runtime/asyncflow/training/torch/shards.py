@@ -150,14 +150,14 @@ def read_saved(
                 raise CheckpointError(
                     f"tensors of the checkpoint do not fit the model, for example {mismatch}",
                     where=str(checkpoint),
-                    hint="Resume with the same model as at the start of the run.",
+                    hint="Resume with the same model as at the start of the run",
                 )
             if would_round(shards, files):
                 raise CheckpointError(
                     "the checkpoint's weights are float32, and reading them in bfloat16 would round them",
                     where=str(checkpoint),
                     hint="Resume with the same precision as at the start of the run, or start a new run with the "
-                    "weights that `asyncflow model export` writes.",
+                    "weights that asyncflow model export writes",
                 )
     has_optional = bool(group.gather(np.array([has_optional]), what=f"the content of {name}")[0, 0])
     more = [optional] if optional is not None and has_optional else []

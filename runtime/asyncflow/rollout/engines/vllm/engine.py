@@ -177,7 +177,7 @@ class _Open:
         finish = _FINISHES.get(reason)
         if finish is None or len(content) < len(ids):
             what = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
-            raise AsyncFlowError(f"vLLM's answer is incomplete: {what}", where="rollout.engine")
+            raise AsyncFlowError(f"vLLM's answer is incomplete: {what}", where="spec.rollout.engine")
         partial = self.request.continues
         if stops is not None:
             turn = partial.ids[self.request.turn :].tolist()
@@ -200,7 +200,7 @@ class VllmEngine(RolloutEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         if self.folder is None:
-            raise ManifestError("engine vllm needs a model folder", where="rollout.engine")
+            raise ManifestError("engine vllm needs a model folder", where="spec.rollout.engine")
         self._set = read_options(self.options, VllmOptions, where=OPTIONS)
         if self.keeps_prefix and any(self._set.args.get(name) for name in _PREFIX_CACHING):
             what = "prefix caching would give new responses the keys and values that older weights computed"
@@ -313,11 +313,11 @@ class VllmEngine(RolloutEngine):
         while True:
             states = await self._rpc("asyncflow_staged")
             if errors := [state["error"] for state in states if state["error"]]:
-                raise AsyncFlowError(f"vLLM cannot stage {version}: {errors[0]}", where="rollout.engine")
+                raise AsyncFlowError(f"vLLM cannot stage {version}: {errors[0]}", where="spec.rollout.engine")
             if all(state["done"] for state in states):
                 return str(states[0]["where"])
             if time.monotonic() > until:
-                raise DeadlineExceeded(f"{version} was not staged within {_CALL_S:g} s", where="rollout.engine")
+                raise DeadlineExceeded(f"{version} was not staged within {_CALL_S:g} s", where="spec.rollout.engine")
             await asyncio.sleep(_STAGED_POLL_S)
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -341,7 +341,7 @@ class VllmEngine(RolloutEngine):
                 await self._server.close(why=f"{version} could not be loaded")
                 raise AsyncFlowError(
                     f"vLLM cannot load {version}: {error.what}",
-                    where="rollout.engine",
+                    where="spec.rollout.engine",
                     hint="Its log above names the tensor that does not fit its model",
                 ) from error
             finally:
@@ -366,7 +366,9 @@ class VllmEngine(RolloutEngine):
         """
         if tokens is None:
             if self._open and not self._reports_versions:
-                raise AsyncFlowError("this vLLM does not report which weights made a token", where="rollout.engine")
+                raise AsyncFlowError(
+                    "this vLLM does not report which weights made a token", where="spec.rollout.engine"
+                )
             for open_ in self._open.values():
                 open_.doubt()
             return
@@ -380,7 +382,7 @@ class VllmEngine(RolloutEngine):
         request.check(max_length=self.max_length)
         if 0 < request.temperature < _MIN_TEMPERATURE:
             what = f"vLLM would sample at {_MIN_TEMPERATURE} instead of the temperature {request.temperature}"
-            raise ManifestError(what, where="rollout.engine", hint=f"Set {_MIN_TEMPERATURE} or more")
+            raise ManifestError(what, where="spec.rollout.engine", hint=f"Set {_MIN_TEMPERATURE} or more")
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
         stops = self.stops_of(request)
@@ -432,7 +434,7 @@ class VllmEngine(RolloutEngine):
         found = [token["logprob"] for entry, id_ in pairs if (token := (entry or {}).get(str(id_))) is not None]
         if len(found) != len(ids) - 1:
             what = f"vLLM's answer is incomplete: {len(found)} log-probs of {len(ids) - 1} tokens"
-            raise AsyncFlowError(what, where="rollout.engine")
+            raise AsyncFlowError(what, where="spec.rollout.engine")
         return np.array(found, dtype=np.float32)
 
     def routes(self) -> Iterable[web.RouteDef]:

@@ -108,13 +108,13 @@ class VllmServer:
         started = time.monotonic()
         while not await self._answers():
             if self._ended.done() and self._process.returncode == REFUSED and refusal.exists():
-                hint = "The options are those of `vllm serve`, with underscores"
+                hint = "The options are those of vllm serve, with underscores"
                 raise ManifestError(refusal.read_text(encoding="utf-8"), where=f"{OPTIONS}.args", hint=hint)
             self.check()
             if time.monotonic() - started > self._start_s:
                 raise DeadlineExceeded(
                     f"the vLLM server does not answer after {self._start_s:g} s",
-                    where="rollout.engine",
+                    where="spec.rollout.engine",
                     hint=f"See its log above, or raise {OPTIONS}.start_s",
                 )
             await asyncio.wait([self._ended], timeout=_POLL_S)
@@ -133,7 +133,8 @@ class VllmServer:
         if self._ended is not None and self._ended.done():
             assert self._process is not None
             raise PeerLost(
-                f"the vLLM server ended with status {self._process.returncode}: {self._why}", where="rollout.engine"
+                f"the vLLM server ended with status {self._process.returncode}: {self._why}",
+                where="spec.rollout.engine",
             )
 
     async def ended(self) -> None:
@@ -201,7 +202,7 @@ class VllmServer:
                 if (error := _decode(event, path, dict[str, Any]).get("error")) is not None:
                     await self._raise_if_ending()
                     what = f"vLLM ended its answer to {path}: {str(error)[:_QUOTED]}"
-                    raise AsyncFlowError(what, where="rollout.engine")
+                    raise AsyncFlowError(what, where="spec.rollout.engine")
                 yield _decode(event, path, kind)
 
     @contextlib.asynccontextmanager
@@ -222,16 +223,16 @@ class VllmServer:
                     error_text = (await answer.read()).decode(errors="replace")[:_QUOTED]
                     await self._raise_if_ending()
                     raise AsyncFlowError(
-                        f"vLLM answered {answer.status} to {path}: {error_text}", where="rollout.engine"
+                        f"vLLM answered {answer.status} to {path}: {error_text}", where="spec.rollout.engine"
                     )
                 yield answer
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"vLLM did not answer {path} within {within_s:g} s", where="rollout.engine"
+                f"vLLM did not answer {path} within {within_s:g} s", where="spec.rollout.engine"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             await self._raise_if_ending()
-            raise PeerLost(f"the vLLM server cannot be reached: {error}", where="rollout.engine") from error
+            raise PeerLost(f"the vLLM server cannot be reached: {error}", where="spec.rollout.engine") from error
 
     async def _raise_if_ending(self) -> None:
         """Raise PeerLost if the server ends shortly after a failed call, which is often the first sign of its end."""
@@ -261,7 +262,7 @@ def _decode(data: bytes, path: str, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AsyncFlowError(
             f"vLLM's answer to {path} cannot be read: {error}: {data[:_QUOTED].decode(errors='replace')}",
-            where="rollout.engine",
+            where="spec.rollout.engine",
             hint="Install a tested version of vLLM (docs/guide/vllm.md)",
         ) from error
 
