@@ -78,7 +78,8 @@ def test_alone_it_says_where_it_is_and_when_it_is_ready():
 
 def test_alone_it_says_why_a_process_does_not_run():
     claim = Ref("PersistentVolumeClaim", "demo-ledger")
-    pod = pending("controller", unschedulable="pod has unbound immediate PersistentVolumeClaims")
+    words = "pod has unbound immediate PersistentVolumeClaims"
+    pod = pending("controller", unschedulable=words, claims=(claim.name,))
     state = alone(pod, objects={claim: ObjectView(ref=claim, uid="u", phase="Pending")})
     (ready,) = (each for each in decide(state).status["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "ClaimPending")
