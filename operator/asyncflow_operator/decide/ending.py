@@ -86,7 +86,9 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     driver, status = driver_of(state), state.status
     if status.phase not in ("Suspending", "Suspended"):
         draft.fields |= {"phase": "Suspending", "suspend_time": to_rfc3339(draft.now)}
-        draft.note("Suspending", "A checkpoint is written, then all pods are deleted")
+        why = _cannot_resume(spec)
+        message = "A checkpoint is written, then all pods are deleted" + (f". {why}" if why else "")
+        draft.note("Suspending", message, warning=bool(why))
     ended = end_of(driver) if driver is not None else None
     seen = state.probe.status
     if driver is not None and ended is PodEnd.DONE and final_phase(driver, state) == "Succeeded":
@@ -112,9 +114,20 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
-        draft.note("Suspended", "All pods are deleted; suspend: false resumes the job from the checkpoint")
+        resumes = "starts the job again" if _cannot_resume(spec) else "resumes the job from the checkpoint"
+        draft.note("Suspended", f"All pods are deleted; suspend: false {resumes}")
     _set_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
+
+
+def _cannot_resume(spec: RLJobSpec) -> str:
+    """Return why a suspended job loses its progress, "" if it does not."""
+    claims = {
+        "storage.ledger.claim": spec.storage.ledger.claim,
+        "storage.checkpoints.claim": spec.storage.checkpoints.claim,
+    }
+    missing = [name for name, claim in claims.items() if claim is None]
+    return f"The job cannot resume from it without {' and '.join(missing)}" if missing else ""
 
 
 def _why_suspended(state: JobState, spec: RLJobSpec, *, in_time: bool, saves: bool) -> str:

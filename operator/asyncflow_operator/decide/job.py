@@ -87,7 +87,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return suspend(draft, state, job.spec)
     if phase == "Suspended":
         draft.fields |= resumed(state.status)
-        draft.note("Resumed", "The job resumes from its checkpoint")
+        draft.note("Resumed", "The job is no longer suspended")
         state = replace(state, status=state.status.model_copy(update=draft.fields))
     return _Running(draft, state, job, desired).plan()
 

@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 from model import World
-from model_samples import JOB, QUEUE, dead, job_of, names
+from model_samples import DESIRED, JOB, QUEUE, START, dead, job_of, names
 
-from asyncflow_operator.observed import DriverProbe
+from asyncflow.api.status import JobStatus
+from asyncflow_operator.decide.job import decide_job
+from asyncflow_operator.observed import DriverProbe, JobState, Owner
+
+CLAIMS = {"ledger": {"claim": {"size": "1Gi"}}, "checkpoints": {"claim": {"size": "1Gi"}}}
 
 
 def running(**spec) -> World:
@@ -39,6 +43,26 @@ def test_a_suspended_job_has_saved_and_released_everything():
     assert condition(world, "Ready").status == "False"
     assert (world.status.start_time, world.status.replicas, world.status.ready_rollouts) == (None, 0, 0)
     assert world.notes.count("Suspended") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "type_", "end"),
+    [
+        ([], "Normal", "deleted"),
+        (["checkpoints"], "Warning", "without storage.checkpoints.claim"),
+        (["ledger", "checkpoints"], "Warning", "without storage.ledger.claim and storage.checkpoints.claim"),
+    ],
+)
+def test_a_job_that_loses_its_progress_is_suspended_with_a_warning(missing: list[str], type_: str, end: str):
+    storage = {name: each for name, each in CLAIMS.items() if name not in missing}
+    state = JobState(
+        owner=Owner(kind="RLJob", namespace="team", name="demo", uid="u"),
+        job=job_of(storage=storage, suspend=True),
+        status=JobStatus(phase="Running"),
+    )
+    note = decide_job(state, now=START, desired=DESIRED).notes[0]
+    assert (note.reason, note.type) == ("Suspending", type_)
+    assert note.message.endswith(end)
 
 
 @pytest.mark.parametrize(("phase", "heard"), [("Paused", True), ("Running", False)])
