@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
 from asyncflow.data.put import PutPrompts, PutSource
-from asyncflow.driver.dispatch import Dispatcher, PromptColumns, restore
+from asyncflow.driver.dispatch import Dispatcher, PromptColumns, require_trained, restore
 from asyncflow.driver.tasks import TRAIN, tasks_of
 from asyncflow.errors import ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
@@ -137,6 +137,15 @@ def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> 
     assert list(puts.steps) == FITTING[: PER_STEP * STEPS]
     assert list(puts.steps.values()) == [1] * 4 + [2] * 4 + [3] * 4
     assert made.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
+
+
+def test_a_ledger_without_the_trained_prompts_was_lost() -> None:
+    puts = Puts()
+    run(dispatcher(puts, LONG))
+    require_trained(puts.snapshot(), prompts=PER_STEP * STEPS)
+    puts.groups = puts.groups[-1:]
+    with pytest.raises(Refused, match=r"12 prompts were trained, and it has .: it was lost"):
+        require_trained(puts.snapshot(), prompts=PER_STEP * STEPS)
 
 
 @pytest.mark.parametrize("killed_after", range(0, 12, 3))

@@ -306,3 +306,13 @@ def restore(assignment: PromptAssignment, snapshot: PartitionSnapshot) -> None:
         next_serial=snapshot.next_serial,
         missing=snapshot.missing,
     )
+
+
+def require_trained(snapshot: PartitionSnapshot, *, prompts: int) -> None:
+    """Raise Refused if the ledger has fewer than the trained ``prompts``, so it was lost. The driver cannot continue
+    then; its next attempt starts with what the ledger has.
+    """
+    known = snapshot.next_serial - len(snapshot.missing)
+    if known < prompts:
+        hint = "On a cluster, set storage.ledger.claim: without it the ledger is lost with the controller's pod"
+        raise Refused(f"{prompts} prompts were trained, and it has {known}: it was lost", where="ledger", hint=hint)
