@@ -211,6 +211,7 @@ def test_a_name_that_yaml_takes_for_a_number_stays_a_name(render: Render) -> Non
         "masterKey": {"existingSecret": "1e3", "key": "0x1"},
         "serviceAccount": {"name": "7"},
         "priorityClassName": "1",
+        "resources": {"requests": {"cpu": 0.5}},
     }
     objects = render(names)
     assert {each["metadata"]["namespace"] for each in of(objects, "Role")} == {"2024", "on", chart.NAMESPACE}
@@ -219,6 +220,7 @@ def test_a_name_that_yaml_takes_for_a_number_stays_a_name(render: Render) -> Non
     key = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "master-key")
     assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("7", "1")
     assert (key["secretName"], key["items"][0]["key"]) == ("1e3", "0x1")
+    assert pod["containers"][0]["resources"]["requests"]["cpu"] == 0.5
     assert of(render({"masterKey": {"key": "0x1"}}), "Secret")[0]["data"].keys() == {"0x1"}
 
 
