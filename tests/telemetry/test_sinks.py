@@ -112,7 +112,11 @@ def test_what_is_no_line_is_passed_over_and_other_files_are_read_from_the_start(
 def test_each_figure_has_our_name_and_those_that_the_field_has_stand_beside_it() -> None:
     figures = {"clip_low": 0.1, "clip_high": 0.2, "clip_dual": 0.05, "compute_s": 2.0, "optimizer_s": 0.5, "kl": 0.01}
     values = step_values(step(3, wall_s=4.0, logprob_gap=float("nan"), **figures))
-    assert values["asyncflow/reward"] == values["critic/rewards/mean"] == 0.3
+    assert values["asyncflow/reward"] == values["critic/score/mean"] == values["critic/rewards/mean"] == 0.3
+    penalised = step_values(step(3, penalty_kl=0.01))
+    assert penalised["critic/score/mean"] == 0.3
+    assert "critic/rewards/mean" not in penalised, "verl's is the reward less the penalty"
+    assert step_values(step(3, approx_kl=0.02))["rollout_corr/k3_kl"] == 0.02
     assert values["actor/pg_clipfrac"] == pytest.approx(0.3)
     assert values["timing_s/update_actor"] == 2.5
     assert (values["response_length/mean"], values["prompt_length/mean"]) == (8.0, 2.0)
@@ -121,6 +125,8 @@ def test_each_figure_has_our_name_and_those_that_the_field_has_stand_beside_it()
     assert "prompt_length/mean" not in step_values(step(3) | {"samples": 0})
     observed = step_values(step(3) | {"observation_tokens": 3, "tokens": step(3)["tokens"] + 3, "value_loss": 0.5})
     assert (observed["prompt_length/mean"], observed["critic/vf_loss"]) == (values["prompt_length/mean"], 0.5)
+    more = 3 / step(3)["samples"]
+    assert observed["response_length/mean"] == values["response_length/mean"] + more, "verl counts observations"
     assert "critic/vf_loss" not in values
 
 

@@ -30,6 +30,13 @@ def _prompt_tokens(line: Line) -> float:
     return float(line["tokens"] - line["response_tokens"] - line.get("observation_tokens", 0))
 
 
+def _net_reward(line: Line) -> float:
+    """Return the reward. Raises KeyError if the KL is in the reward, because verl's figure is the difference."""
+    if "penalty_kl" in line:
+        raise KeyError("penalty_kl")
+    return float(line["reward"])
+
+
 def _seconds(*names: str) -> Formula:
     return lambda line: sum(float(line[name]) for name in names)
 
@@ -41,11 +48,11 @@ FIELD: Mapping[str, Formula] = {
     "actor/lr": _of("learning_rate"),
     "actor/entropy": _of("entropy"),
     "actor/kl_loss": _of("kl"),
-    "actor/ppo_kl": _of("approx_kl"),
     "actor/pg_clipfrac": lambda line: float(line["clip_low"]) + float(line["clip_high"]),
     "actor/pg_clipfrac_lower": _of("clip_dual"),
-    "critic/rewards/mean": _of("reward"),
-    "response_length/mean": lambda line: line["response_tokens"] / line["samples"],
+    "critic/score/mean": _of("reward"),
+    "critic/rewards/mean": _net_reward,
+    "response_length/mean": lambda line: (line["tokens"] - _prompt_tokens(line)) / line["samples"],
     "prompt_length/mean": lambda line: _prompt_tokens(line) / line["samples"],
     "critic/vf_loss": _of("value_loss"),
     "critic/vf_clipfrac": _of("value_clip"),
@@ -56,7 +63,7 @@ FIELD: Mapping[str, Formula] = {
     "rollout_corr/rollout_is_min": _of("correction_min"),
     "rollout_corr/rollout_is_eff_sample_size": _of("correction_ess"),
     "rollout_corr/rollout_is_ratio_fraction_high": _of("correction_high"),
-    "rollout_corr/rollout_is_ratio_fraction_low": _of("correction_low"),
+    "rollout_corr/k3_kl": _of("approx_kl"),
     "perf/total_num_tokens": _of("tokens"),
     "perf/time_per_step": _of("wall_s"),
     "timing_s/step": _of("wall_s"),
