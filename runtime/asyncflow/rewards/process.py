@@ -341,7 +341,8 @@ class RewardProcess:
             if _threads(processes) > MOST_THREADS + self._processes:
                 self._break(f"had more than {MOST_THREADS + self._processes} threads")
             elif _is_full(self._scratch, processes):
-                self._break(f"wrote more than {_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files")
+                most = f"{_MOST_SCRATCH_BYTES} bytes or {_MOST_SCRATCH_FILES} files"
+                self._break(f"wrote more than {most} to its folder, or hid some of them")
 
     async def _show_output(self) -> None:
         """Log the output of the function, at most ``_MOST_LINES`` lines."""
@@ -384,26 +385,41 @@ def _is_full(folder: Path, processes: Iterable[psutil.Process]) -> bool:
     full.
     """
     errors: list[OSError] = []
-    found: dict[int, int] = {}
+    size = files = 0
     for place, folders, names in os.walk(folder, onerror=errors.append):
-        for name in (*folders, *names):
+        files += len(folders) + len(names)
+        for name in names:
             with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(place, name))
-                found[status.st_ino] = 0 if name in folders else status.st_blocks * _BLOCK_BYTES
-    device = os.stat(folder).st_dev
+                size += os.lstat(os.path.join(place, name)).st_blocks * _BLOCK_BYTES
+    deleted: dict[int, int] = {}
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-            try:
-                opened = os.listdir(f"/proc/{process.pid}/fd")
-            except PermissionError as error:
-                errors += [error] if process.status() != psutil.STATUS_ZOMBIE else []
-                continue
-            for name in opened:
-                status = os.stat(f"/proc/{process.pid}/fd/{name}")
-                if stat.S_ISREG(status.st_mode) and not status.st_nlink and status.st_dev == device:
-                    found[status.st_ino] = status.st_blocks * _BLOCK_BYTES
+        try:
+            deleted |= _deleted(process, folder)
+        except PermissionError as error:
+            errors += [error] if _lives(process) else []
     hides = any(isinstance(error, PermissionError) for error in errors)
-    return hides or sum(found.values()) > _MOST_SCRATCH_BYTES or len(found) > _MOST_SCRATCH_FILES
+    size, files = size + sum(deleted.values()), files + len(deleted)
+    return hides or size > _MOST_SCRATCH_BYTES or files > _MOST_SCRATCH_FILES
+
+
+def _deleted(process: psutil.Process, folder: Path) -> dict[int, int]:
+    """Return the bytes of the deleted files that a process has open on the disk of ``folder``, by inode."""
+    found = {}
+    opened = Path(f"/proc/{process.pid}/fd")
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(opened):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(opened / name)
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink and status.st_dev == os.stat(folder).st_dev:
+                    found[status.st_ino] = status.st_blocks * _BLOCK_BYTES
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
