@@ -8,6 +8,7 @@ if the parent is killed with SIGKILL or ended before the call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -23,6 +24,7 @@ RUN = "ASYNCFLOW_RUN"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_REAP_S = 0.01
 _START_TIME = 19
 """Index of field 22 (starttime) of ``/proc/PID/stat`` among the fields after the name (field 2)."""
 
@@ -67,6 +69,22 @@ def age_s() -> float:
 def adopt_orphans(*, enabled: bool) -> None:
     """Set whether orphaned descendants become children of this process, so that it can find and end them."""
     prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
+
+
+async def reap(pid: int) -> None:
+    """Wait for a killed child, or with a negative ``pid`` for all killed children of a group, adopted ones included.
+
+    A process that adopts orphans, as process 1 of a container does, must do this: each zombie takes a process id.
+    """
+    import asyncio
+
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            await asyncio.sleep(0 if _reaped(pid) else _REAP_S)
+
+
+def _reaped(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG) != (0, 0)
 
 
 if __name__ == "__main__":

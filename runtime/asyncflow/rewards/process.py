@@ -34,7 +34,7 @@ from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.process import adopt_orphans, scratch_folder
+from asyncflow.process import adopt_orphans, reap, scratch_folder
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, Takes, frame
 
@@ -61,7 +61,6 @@ _BLOCK_BYTES = 512
 _WATCH_S = 0.5
 _ROUNDS = 10
 """Most searches for new descendants when a process and its descendants are killed."""
-_REAP_S = 0.01
 _END_S = 10.0
 """Seconds that the kernel may take to end a killed process."""
 _LATE_S = 1.0
@@ -235,7 +234,8 @@ class RewardProcess:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
                 self._kill_orphans()
-                await self._reap_descendants()
+                for pid in (-self.pid, *(process.pid for process in self._killed)) if self._processes else ():
+                    await reap(pid)
         except TimeoutError:
             log.error("the reward process %d was killed but has not ended within %g s", self.pid, _END_S)
         for task in self._tasks:
@@ -319,13 +319,6 @@ class RewardProcess:
                     process.kill()
                     self._killed.add(process)
 
-    async def _reap_descendants(self) -> None:
-        """Wait for the killed descendants, which this process has adopted from the ended one: none stays a zombie."""
-        for pid in (-self.pid, *(process.pid for process in self._killed)) if self._processes else ():
-            with contextlib.suppress(ChildProcessError):
-                while True:
-                    await asyncio.sleep(0 if _reap(pid) else _REAP_S)
-
     def _descendants(self) -> list[psutil.Process]:
         """Return all descendants of the process. Raises psutil.NoSuchProcess."""
         return psutil.Process(self.pid).children(recursive=True) if self._processes else []
@@ -360,14 +353,6 @@ class RewardProcess:
 
 def _nonce() -> bytes:
     return secrets.token_bytes(16)
-
-
-def _reap(pid: int) -> bool:
-    """Return whether a process, or one of a group, has ended and was reaped. Raises ChildProcessError if there is none.
-
-    pid: as of ``waitpid``.
-    """
-    return os.waitpid(pid, os.WNOHANG) != (0, 0)
 
 
 def _threads(processes: Iterable[psutil.Process]) -> int:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.process import die_with_parent
+from asyncflow.process import adopt_orphans, die_with_parent, reap
 from asyncflow.rewards.wire import LENGTH
 from asyncflow.tasks.loading import SHOWN, load_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaskRow, packed, read_results, unpacked
@@ -77,7 +77,11 @@ class FunctionProcess:
 
     @classmethod
     async def start(cls, *, outputs: Sequence[OutputColumn]) -> FunctionProcess:
-        """Start a child. outputs: columns that its function returns. Raises PeerLost if no process can be started."""
+        """Start a child, and adopt orphans from now on. outputs: columns that its function returns.
+
+        Raises PeerLost if no process can be started.
+        """
+        adopt_orphans(enabled=True)
         command = (sys.executable, "-P", "-m", __name__)
         try:
             process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, process_group=0)
@@ -120,10 +124,12 @@ class FunctionProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """End the process, and wait until it has ended. Raises DeadlineExceeded."""
+        """End the process and its group, and wait until all have ended. Raises DeadlineExceeded."""
         self.kill()
         try:
-            await asyncio.wait_for(self._process.wait(), _END_S)
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+                await reap(-self.pid)
         except TimeoutError as error:
             raise DeadlineExceeded(f"process {self.pid}, killed, did not end within {_END_S:g} s") from error
 

@@ -116,6 +116,7 @@ class TaskFunction:
         try:
             if not process.usable:
                 self._alive.discard(process)
+                await process.end()
                 process = await self._add()
             return await process.call(rows, self._config, timeout=self._timeout_s)
         finally:
