@@ -50,3 +50,8 @@ async def awaited(*, transcript, prompt, answer, meta, config):
 class NoStep:
     def __init__(self, *, prompt, answer, meta, config):
         pass
+
+
+class AsyncStep(NoStep):
+    async def step(self, text):
+        return None

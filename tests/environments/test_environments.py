@@ -124,7 +124,8 @@ def test_beside_a_rollout_nothing_is_scored_where_the_reward_is_a_role(tmp_path:
     [
         ("played:nothing", "no function or class"),
         ("played:needs_more", "cannot be called"),
-        ("played:NoStep", r"no method step\(text\)\. Add it"),
+        ("played:NoStep", r"no method step\(text\).* Define it"),
+        ("played:AsyncStep", "or it is async"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_when_it_is_loaded(function: str, why: str) -> None:
@@ -165,6 +166,9 @@ def calculated(text: str, **config: str) -> str | None:
         ("calc(1) calc(2", "1"),
         ("4042", None),
         ("calc(", None),
+        ("calc(" * 40_000, None),
+        ("calc(2+(calc(3)) calc((4) (", "3"),
+        ("(calc(2))) calc(3", "2"),
         ("miscalc(3)", None),
     ],
 )

@@ -38,14 +38,15 @@ def answer(
 
 def last_call(text: str, *, name: str) -> str | None:
     """Return the text inside the parentheses of the last ``name(...)`` in ``text``, or None if there is no call."""
-    starts = [found.end() for found in re.finditer(rf"(?<!\w){re.escape(name)}\(", text)]
-    for start in reversed(starts):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"(": 1, ")": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position]
-    return None
+    starts = {call.end() for call in re.finditer(rf"(?<!\w){re.escape(name)}\(", text)}
+    opened: list[int] = []
+    last, found = -1, None
+    for position, letter in enumerate(text):
+        if letter == "(":
+            opened.append(position + 1)
+        elif letter == ")" and opened and (start := opened.pop()) in starts and start > last:
+            last, found = start, text[start:position]
+    return found
 
 
 def value_of(expression: str) -> str:

@@ -67,9 +67,10 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
             where=FIELD,
             hint="docs/guide/multi-turn.md shows a function and a class",
         ) from error
-    if stepped and not callable(getattr(found, "step", None)):
+    step = getattr(found, "step", None)
+    if stepped and (not callable(step) or inspect.iscoroutinefunction(step)):
         hint = "Define it: it returns the text that the model reads next, or None to end the episode"
-        raise ManifestError(f"class {name!r} has no method step(text)", where=FIELD, hint=hint)
+        raise ManifestError(f"class {name!r} has no method step(text), or it is async", where=FIELD, hint=hint)
     return EnvironmentFunction(
         call=_replaying(found) if stepped else found,
         takes="sample",
