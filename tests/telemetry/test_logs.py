@@ -25,10 +25,11 @@ def stream() -> Iterator[io.StringIO]:
 
 def test_a_record_is_one_line_with_utc_time_role_and_level(stream: io.StringIO) -> None:
     log = logging.getLogger("asyncflow.test")
-    record = log.makeRecord(log.name, logging.WARNING, "f", 1, "100%% of %s\nlost", ("it",), None)
+    record = log.makeRecord(log.name, logging.WARNING, "f", 1, "100%% of\t%s\nlost", ("\x1b[2Jit\u2028\x85",), None)
     record.created, record.msecs = 1_700_000_000.25, 250.0
     logging.getLogger().handle(record)
-    assert stream.getvalue() == "2023-11-14T22:13:20.250Z WARNING rollout-3 asyncflow.test: 100% of it\\nlost\n"
+    line = r"2023-11-14T22:13:20.250Z WARNING rollout-3 asyncflow.test: 100% ofTAB\x1b[2Jit\u2028\x85\nlost"
+    assert stream.getvalue() == line.replace("TAB", "\t") + "\n"
 
 
 def test_a_traceback_stays_in_its_line(stream: io.StringIO) -> None:

@@ -1,7 +1,9 @@
 r"""Logging of a role: one line per record on stderr, with UTC time, level, role, logger and message.
 
-Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so the lines of many
-processes can be merged, sorted and searched. A record that cannot be written is dropped, and blocks nothing.
+Invariants: one record is one line, tracebacks included, so the lines of many processes can be merged, sorted and
+searched. Line ends and other control characters are written as ``\n``, ``\x1b`` and so on: a record may contain text of
+the model or of a reward function, which must not control a terminal. A record that cannot be written is dropped, and
+blocks nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ import logging
 import sys
 import time
 from typing import TextIO
+
+_CONTROLS = (*range(9), *range(10, 32), *range(127, 160), 0x2028, 0x2029)
+"""All control characters but the tab, and the separators of lines and paragraphs."""
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS}
 
 
 class LineFormatter(logging.Formatter):
@@ -22,7 +28,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
-        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
+        return super().format(record).translate(_ESCAPES)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
