@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -260,3 +264,25 @@ async def test_a_line_of_metrics_that_nobody_understands_does_not_end_the_watch(
         assert asked == [None]
         probe.cancel()
     assert [record.message.partition(",")[0] for record in caplog.records] == ["vLLM's metrics cannot be parsed"]
+
+
+async def test_weights_that_are_copied_for_nobody_are_written_into_no_other_file(tmp_path, monkeypatch) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    begun, may_go_on, there = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        may_go_on.wait(5)
+        return there(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    staging = asyncio.create_task(engine.stage(V1, {"a": np.ones(4, np.float32)}))
+    await asyncio.to_thread(begun.wait, 5)
+    staging.cancel()
+    await asyncio.wait([staging])
+    other = (tmp_path / "other").open("wb", buffering=0)
+    may_go_on.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    other.close()
+    assert (tmp_path / "other").read_bytes() == b""
+    await engine.close()

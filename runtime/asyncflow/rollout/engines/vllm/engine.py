@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, BinaryIO, NotRequired, TypedDict
 
 import numpy as np
 import psutil
@@ -297,14 +297,10 @@ class VllmEngine(RolloutEngine):
         self._staged = None
         started = time.monotonic()
         placed, size = _layout(tensors)
-        memory = os.memfd_create(f"asyncflow-{version}", os.MFD_CLOEXEC)
-        try:
-            await asyncio.to_thread(_write, memory, tensors, placed, size)
-            path = f"/proc/{os.getpid()}/fd/{memory}"
+        with await asyncio.to_thread(_copied, f"asyncflow-{version}", tensors, placed, size) as memory:
+            path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
             await self._rpc("asyncflow_stage", path=path, tensors=placed, share=self.devices.share)
             states = await self._until_staged(version)
-        finally:
-            os.close(memory)
         self._staged = version
         log.info("staged %s, %d bytes, on the %s in %.2f s", version, size, states, time.monotonic() - started)
 
@@ -581,13 +577,16 @@ def _layout(tensors: Mapping[str, NDArray[Any]]) -> tuple[list[dict[str, Any]], 
     return placed, max(end, 1)
 
 
-def _write(memory: int, tensors: Mapping[str, NDArray[Any]], placed: Sequence[Mapping[str, Any]], size: int) -> None:
-    os.ftruncate(memory, size)
+def _copied(name: str, tensors: Mapping[str, NDArray[Any]], placed: Sequence[Mapping[str, Any]], size: int) -> BinaryIO:
+    """Return shared memory that contains the tensors. A thread whose caller was cancelled writes into nothing else."""
+    memory = open(os.memfd_create(name, os.MFD_CLOEXEC), "wb")  # noqa: SIM115  the caller closes it
+    os.ftruncate(memory.fileno(), size)
     for each in placed:
         left, at = np.ascontiguousarray(tensors[each["name"]]).reshape(-1).view(np.uint8).data, each["offset"]
         while left:
-            written = os.pwrite(memory, left, at)
+            written = os.pwrite(memory.fileno(), left, at)
             left, at = left[written:], at + written
+    return memory
 
 
 def _progress(text: str) -> float:
