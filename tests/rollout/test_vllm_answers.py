@@ -29,13 +29,13 @@ from asyncflow.rollout.engines.vllm.server import VllmServer
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 
 
-def request_begun(version: Version, *, spans: bool = False) -> _Open:
-    return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version, spans=spans)
+def request_begun(version: Version, **settings) -> _Open:
+    return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version, **settings)
 
 
-def completed(said, open_, stops=None):
+def completed(said, open_):
     open_.take(said)
-    return open_.completion(stops)
+    return open_.completion()
 
 
 @asynccontextmanager
@@ -72,9 +72,9 @@ def test_tokens_have_the_version_that_was_loaded_when_they_were_made() -> None:
     begun.marks.mark(2, V2)
     begun.marks.mark(2, V3)
     begun.take(answer([3, 4, 5, 6]))
-    assert begun.completion(None).versions.tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
+    assert begun.completion().versions.tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
     begun.marks.mark(0, V2)
-    assert begun.completion(None).versions.tolist() == [V2.packed] * 4
+    assert begun.completion().versions.tolist() == [V2.packed] * 4
 
 
 async def test_requests_are_marked_by_vllm_s_own_ids_and_one_that_has_ended_is_not(tmp_path) -> None:
@@ -86,9 +86,9 @@ async def test_requests_are_marked_by_vllm_s_own_ids_and_one_that_has_ended_is_n
     engine._mark(V2, {f"generate-tokens-{running.id}-0-1a2b3c4d": 2, f"cmpl-{'0' * 32}": 1})
     for each in (running, waiting, ended):
         each.take(answer([6]))
-    assert running.completion(None).versions.tolist() == [V1.packed] * 2 + [V2.packed] * 2
-    assert waiting.completion(None).versions.tolist() == [V2.packed]
-    assert ended.completion(None).versions.tolist() == [V1.packed] * 4
+    assert running.completion().versions.tolist() == [V1.packed] * 2 + [V2.packed] * 2
+    assert waiting.completion().versions.tolist() == [V2.packed]
+    assert ended.completion().versions.tolist() == [V1.packed] * 4
     await engine.close()
 
 
@@ -107,7 +107,7 @@ async def test_tokens_whose_version_vllm_says_at_the_end_only_are_told_then(tmp_
     begun.take(answer([7, 8], weight_versions=spans))
     assert begun.so_far().ids.tolist() == [3, 4, 5, 6, 7]
     assert begun.so_far().versions.tolist() == [V1.packed] * 3 + [V2.packed] + [V3.packed]
-    assert begun.completion(None).versions.tolist() == [V1.packed] * 3 + [V2.packed] + [V3.packed] * 2
+    assert begun.completion().versions.tolist() == [V1.packed] * 3 + [V2.packed] + [V3.packed] * 2
     await engine.close()
 
 
@@ -131,29 +131,31 @@ def test_an_answer_that_comes_in_parts_is_there_as_far_as_it_came_but_for_the_to
     assert rest.so_far().versions.tolist() == [V1.packed] * 3 + [V2.packed] * 2
     rest.take(answer([6]))
     assert rest.so_far().ids.tolist() == [1, 2, 3, 4, 5]
-    ended = rest.completion(None)
+    ended = rest.completion()
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3, 4, 5, 6], "stop")
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     stops = StopTexts(["c"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
-    cut = completed(answer([1, 2, 3, 4], finish="length"), request_begun(V1), stops)
+    cut = completed(answer([1, 2, 3, 4], finish="length"), request_begun(V1, stops=stops))
     assert (cut.ids.tolist(), cut.finish) == ([1, 2, 3], "stop")
     assert cut.logprobs.tolist() == [-0.5, -1.0, -1.5]
-    assert completed(answer([1, 2], finish="length"), request_begun(V1), stops).finish == "length"
-    assert completed(answer([1, 2], finish="abort"), request_begun(V1), stops).finish == "aborted"
+    assert completed(answer([1, 2], finish="length"), request_begun(V1, stops=stops)).finish == "length"
+    assert completed(answer([1, 2], finish="abort"), request_begun(V1, stops=stops)).finish == "aborted"
 
 
 def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
     stops = StopTexts(["bc"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
     begun = completed(answer([1, 2], finish="abort"), request_begun(V1))
     whole = request_begun(V1).request
-    rest = _Open(replace(whole, continues=begun), V2)
+    rest = _Open(replace(whole, continues=begun), V2, stops=stops)
     body = _request_body(rest)
     assert body["token_ids"] == [1, 2, 1, 2]
     assert body["sampling_params"]["max_tokens"] == 6
     assert body["sampling_params"]["seed"] != _request_body(_Open(whole, V1))["sampling_params"]["seed"]
-    ended = completed(answer([3, 4], finish="length"), rest, stops)
+    rest.take(answer([3], finish=None))
+    assert rest.so_far().ids.tolist() == [1, 2], "who goes on makes the token that completes the text"
+    ended = completed(answer([4], finish="length"), rest)
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3], "stop"), "the text begins in what was begun"
     assert ended.logprobs.tolist() == [-0.5, -1.0, -1.5]
     assert ended.versions.tolist() == [V1.packed, V1.packed, V2.packed]

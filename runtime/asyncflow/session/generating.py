@@ -138,11 +138,8 @@ class UserEngine(RolloutEngine):
     def _end(self, request: GenerationRequest, ids: Sequence[int]) -> int | None:
         """Return the number of ``ids`` up to and including the one that ends the response, None if none does."""
         stops, turn = self.stops_of(request), request.continues.ids[request.turn :].tolist()
-        for count, id_ in enumerate(ids, start=1):
-            turn.append(id_)
-            if id_ in request.stop_ids or (stops is not None and stops.met(turn)):
-                return count
-        return None
+        stop = next((count for count, id_ in enumerate(ids, start=1) if id_ in request.stop_ids), None)
+        return stop if stops is None else stops.end(ids[:stop], before=turn) or stop
 
 
 def _pairs(

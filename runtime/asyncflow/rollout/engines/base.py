@@ -52,20 +52,30 @@ OPTIONS = "spec.rollout.engine.options"
 
 
 class StopTexts:
-    """Detects stop ``texts`` at the end of a growing response."""
+    """Detects stop ``texts`` at the end of a growing response. window: most tokens that may be needed to decode one."""
 
     def __init__(self, texts: Sequence[str], *, decode: Decode) -> None:
         self._texts = texts
         self._decode = decode
-        self._window = max(len(text.encode()) for text in texts) + _MARGIN
+        self.window = max(len(text.encode()) for text in texts) + _MARGIN
 
     def met(self, ids: Sequence[int]) -> bool:
         """Return whether the last of ``ids`` completes one of the texts, given that no earlier token did.
 
         Every token has at least one byte, so the decoded tokens cover the longest text.
         """
-        end = self._decode(ids[-self._window :])
+        end = self._decode(ids[-self.window :])
         return any(text in end for text in self._texts)
+
+    def end(self, ids: Sequence[int], *, before: Sequence[int]) -> int | None:
+        """Return the number of ``ids`` up to the first that completes a text, None if none does.
+
+        before: earlier ids of the response, which complete no text.
+        """
+        known = [*before[-self.window :], *ids]
+        first = len(known) - len(ids) + 1
+        ends = range(first, len(known) + 1)
+        return next((end - first + 1 for end in ends if self.met(known[max(0, end - self.window) : end])), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,17 +127,20 @@ class _Results(TypedDict):
 
 
 class _Open:
-    """A running request. marks: the version of each token; ids: the tokens so far.
+    """A running request. marks: the version of each token; ids: the tokens so far; stops: detects its stop texts.
 
     spans: whether vLLM reports the versions of the tokens with the last part of its answer.
     """
 
-    def __init__(self, request: GenerationRequest, version: Version, *, spans: bool = False) -> None:
+    def __init__(
+        self, request: GenerationRequest, version: Version, *, spans: bool = False, stops: StopTexts | None = None
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.request = request
         self.marks = VersionMarks(version)
         self.ids: list[int] = []
         self._spans = spans
+        self._stops = stops
         self._certain: int | None = None
         self._content: list[_LogProb] = []
         self._last: Mapping[str, Any] = {}
@@ -162,12 +165,15 @@ class _Open:
         return self.marks.stale(len(self.ids))
 
     def so_far(self) -> Completion:
-        """Return the partial response with known versions; of one that has just ended, without its last token."""
+        """Return the partial response with known versions, without a token that ends it."""
         complete = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
         ids = self.ids[:complete][: self._certain]
+        # vLLM does not detect a stop text that begins in the part that another engine made.
+        if self._stops is not None and (end := self._end(ids[: self._stops.window])) is not None:
+            ids = ids[: end - 1]
         return self.request.continues.extended_by(_completion_of(ids, self._content, self.marks, finish="aborted"))
 
-    def completion(self, stops: StopTexts | None) -> Completion:
+    def completion(self) -> Completion:
         """Return the response, cut after the token that completes a stop text.
 
         Raises AsyncFlowError for an incomplete answer.
@@ -178,13 +184,14 @@ class _Open:
         if finish is None or len(content) < len(ids):
             what = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
             raise AsyncFlowError(f"vLLM's answer is incomplete: {what}", where="spec.rollout.engine")
-        partial = self.request.continues
-        if stops is not None:
-            turn = partial.ids[self.request.turn :].tolist()
-            ends = (end for end in range(1, len(ids) + 1) if stops.met([*turn, *ids[:end]]))
-            if (end := next(ends, None)) is not None:
-                ids, finish = ids[:end], "stop"
-        return partial.extended_by(_completion_of(ids, content, self.marks, finish=finish))
+        if (end := self._end(ids)) is not None:
+            ids, finish = ids[:end], "stop"
+        return self.request.continues.extended_by(_completion_of(ids, content, self.marks, finish=finish))
+
+    def _end(self, ids: Sequence[int]) -> int | None:
+        """Return the number of new ``ids`` up to the one that completes a stop text, None if none does."""
+        before = self.request.continues.ids[self.request.turn :].tolist()
+        return None if self._stops is None else self._stops.end(ids, before=before)
 
 
 class VllmEngine(RolloutEngine):
@@ -381,8 +388,7 @@ class VllmEngine(RolloutEngine):
             raise ManifestError(what, where="spec.rollout.engine", hint=f"Set {_MIN_TEMPERATURE} or more")
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
-        stops = self.stops_of(request)
-        open_ = _Open(request, self.version, spans=self._reports_versions)
+        open_ = _Open(request, self.version, spans=self._reports_versions, stops=self.stops_of(request))
         if not self._open:
             self._busy_since = time.monotonic()
         self._open[open_.id] = open_
@@ -394,7 +400,7 @@ class VllmEngine(RolloutEngine):
             self._stale += open_.stale
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        return open_.completion(stops)
+        return open_.completion()
 
     async def _answer(self, open_: _Open) -> None:
         """Read vLLM's answer to a request: streamed if vLLM reports versions, otherwise as a whole."""
