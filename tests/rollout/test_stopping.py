@@ -21,6 +21,8 @@ def test_a_text_is_met_by_the_token_that_completes_it(before: str, stop: str, af
     stops = StopTexts([stop, "never said"], decode=TOKENIZER.decode)
     first = next(n for n in range(1, len(ids) + 1) if stop in TOKENIZER.decode(ids[:n]))
     assert [stops.met(ids[:n]) for n in range(1, first + 1)] == [False] * (first - 1) + [True]
+    assert [stops.end(ids[n:], before=ids[:n]) for n in range(first)] == list(range(first, 0, -1))
+    assert stops.end(ids[: first - 1], before=[]) is None
 
 
 async def test_a_response_ends_with_its_stop_text_and_is_the_same_up_to_it(tiny: Path) -> None:
