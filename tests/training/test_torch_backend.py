@@ -27,6 +27,7 @@ from transformers.utils.logging import enable_progress_bar
 
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.losses import KlTarget
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.rpc.columns import Jagged
@@ -156,7 +157,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny_folder: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_three_steps_in_a_row_ends_the_training(tiny_folder: Path) -> None:
-    trainer = backend(tiny_folder)
+    trainer = backend(tiny_folder, loss=Loss(kl=0.1, target=KlTarget(value=1e-6, horizon=2.0)))
     broken = samples()
     broken.advantages[3] = np.nan
 
@@ -165,8 +166,10 @@ def test_a_gradient_that_is_not_finite_three_steps_in_a_row_ends_the_training(ti
         return trainer.finish_step(number)["skipped"]
 
     assert [step(1, broken), step(2, broken), step(3, samples()), step(4, broken), step(5, broken)] == [1, 1, 0, 1, 1]
+    completed = trainer._coefficient().tensor.item()
     with pytest.raises(Diverged, match="steps 4 to 6"):
         step(6, broken)
+    assert trainer._coefficient().tensor.item() == completed, "the checkpoint that follows is that of step 5"
 
 
 def test_clipping_bounds_the_step(tiny_folder: Path) -> None:

@@ -460,9 +460,6 @@ class TorchBackend(TrainerBackend):
         """See the base class. Training ends after three consecutive skipped steps."""
         self.update(step)
         metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
-        if self._loss.target is not None:
-            metrics["kl_coefficient"] = self._loss.kl
-            self._loss = self._loss.after(metrics)
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
@@ -470,6 +467,9 @@ class TorchBackend(TrainerBackend):
                 where="trainer",
                 hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
             )
+        if self._loss.target is not None:
+            metrics["kl_coefficient"] = self._loss.kl
+            self._loss = self._loss.after(metrics)
         return metrics
 
     @collective()
