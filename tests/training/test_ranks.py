@@ -261,6 +261,6 @@ async def test_a_rank_waits_for_rank_0_as_long_as_that_gets_on() -> None:
 
 async def test_a_rank_gives_up_when_rank_0_does_not_get_on() -> None:
     server, ranks = await two_ranks(lambda: 7)
-    with pytest.raises(DeadlineExceeded, match="the samples of a step of 2 ranks"):
+    with pytest.raises(DeadlineExceeded, match="the samples of a step of 2 ranks: nothing came from rank 0 for 1 s"):
         await asyncio.to_thread(ranks[1].gather, np.array([1]), what="the samples of a step")
     await close(server, ranks)

@@ -171,12 +171,14 @@ class GatherCall(msgspec.Struct, frozen=True, kw_only=True):
 class GatherReply(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a ``GatherCall``: one frame for each rank, in the order of ranks; none if the round is incomplete.
 
-    left: whether a rank has left, so that the round stays incomplete; progress: otherwise, rank 0's progress.
+    left: whether a rank has left, so that the round stays incomplete; progress, missing: otherwise, rank 0's progress
+    and the ranks that have not contributed yet.
     """
 
     round: int
     left: bool = False
     progress: int | None = None
+    missing: list[int] = []
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +251,8 @@ class GatherService:
         if len(arrays) < self._world:
             left = self._left and not background
             progress = None if left else await asyncio.to_thread(self._progress)
-            return GatherReply(round=share.round, left=left, progress=progress), []
+            missing = [rank for rank in range(self._world) if rank not in arrays]
+            return GatherReply(round=share.round, left=left, progress=progress, missing=missing), []
         over = share.round + _KEEP_ROUNDS * (1 if background else -1)
         if (over < 0) == background:
             self._rounds.pop(over, None)
@@ -391,17 +394,23 @@ class HostProcessGroup:
                 "trainer.gather", share, GatherReply, timeout=_ANSWER_S, frames=[content]
             )
 
-        seen: int | None = None
+        seen, missing = None, list[int]()
         until = self._loop.time() + self._patience_s
-        while True:
-            shares, frames = await retry(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
+        while not missing or self._loop.time() <= until:
+            try:
+                shares, frames = await retry(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
+            except DeadlineExceeded:
+                if not missing:
+                    raise
+                break
             if frames or shares.left:
                 return shares, frames
+            missing = shares.missing
             if shares.progress != seen:
                 seen, until = shares.progress, self._loop.time() + self._patience_s
-            elif self._loop.time() > until:
-                raise DeadlineExceeded(
-                    f"{what}: a rank is missing, and rank 0 has made no progress for {self._patience_s:g} s",
-                    where="trainer",
-                    hint="The logs of the trainer's ranks say which one",
-                )
+        raise DeadlineExceeded(
+            f"{what}: nothing came from rank {', '.join(map(str, missing))} for {self._patience_s:g} s, and rank 0 has "
+            "made no progress",
+            where="trainer",
+            hint="The rank hangs, or its process or machine is stopped: see its log",
+        )
