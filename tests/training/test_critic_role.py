@@ -162,6 +162,28 @@ def test_where_one_gradient_is_not_finite_neither_model_moves(apart: Apart, tiny
     assert streamed(trainer, 3, 3)["skipped"] == 0
 
 
+@pytest.mark.parametrize("kind", [TorchBackend, CountingBackend])
+def test_no_rank_sends_samples_of_the_next_update_before_the_critic_has_made_this_one(
+    apart: Apart, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[TorchBackend | CountingBackend]
+) -> None:
+    settings = moving(tiny_folder).settings if kind is TorchBackend else COUNTING
+    apart.start(settings, kind)
+    trainer = kind(settings, group=SingleProcess())
+    trainer.critic_link = apart.link()
+    trainer.load(tiny_folder, checkpoint=None)
+    trainer.micro_batch(rewarded(samples().take(range(4))), version=None)
+    calls = []
+    gather, update = trainer.group.gather, trainer.critic_link.update
+    monkeypatch.setattr(
+        trainer.group, "gather", lambda *args, **more: (calls.append("gather"), gather(*args, **more))[1]
+    )
+    monkeypatch.setattr(
+        trainer.critic_link, "update", lambda *args, **more: (calls.append("update"), update(*args, **more))
+    )
+    trainer.update(1)
+    assert calls[-2:] == ["update", "gather"]
+
+
 def test_what_is_forgotten_is_not_learned(apart: Apart, tiny_folder: Path) -> None:
     once, twice = moving(tiny_folder), linked(apart, tiny_folder)
     twice.micro_batch(rewarded(samples()), version=None)

@@ -103,6 +103,8 @@ class CountingBackend(TrainerBackend):
     def update(self, step: int) -> None:
         """Update only the critic; counts are added at the end of the step."""
         self._move_critic(step)
+        if self.critic_link is not None:
+            self.group.gather(np.zeros(1), what=f"the critic's update of step {step}")
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Add the counts of all ranks."""

@@ -458,7 +458,7 @@ class TorchBackend(TrainerBackend):
     @collective()
     def finish_step(self, step: int) -> dict[str, float]:
         """See the base class. Training ends after three consecutive skipped steps."""
-        self.update(step)
+        self._update(step)
         metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
@@ -474,7 +474,13 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def update(self, step: int) -> None:
-        """See the base class. Collective: gathers the counts, then the gradient."""
+        """See the base class. No rank sends the critic samples of the next update before it has made this one."""
+        self._update(step)
+        if self.critic_link is not None:
+            self.group.gather(np.zeros(1), what=f"the critic's update of step {step}")
+
+    def _update(self, step: int) -> None:
+        """Make an update. Collective: gathers the counts, then the gradient."""
         link, critic = self.critic_link, self.settings.critic
         if link is not None:
             self.group.gather(np.zeros(1), what=f"the critic's gradient of step {step}")
