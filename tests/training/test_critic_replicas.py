@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,27 @@ async def test_a_critic_writes_only_what_it_set_aside_and_only_into_a_checkpoint
     await asyncio.to_thread(link.copy)
     with pytest.raises(Refused, match="is not the name of a checkpoint"):
         await asyncio.to_thread(link.write, Path(folder))
+
+
+async def test_a_copy_that_is_written_takes_no_more_memory(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, (model, _), copies = replicas.links[0], replicas.models, []
+    copy = model.copy
+
+    def watched() -> Callable[[Path], None]:
+        write = copy()
+        copies.append(weakref.ref(write))
+        return write
+
+    monkeypatch.setattr(model, "copy", watched)
+    await asyncio.to_thread(link.copy)
+    folder = replicas.folder / "step-000001"
+    folder.mkdir()
+    await asyncio.to_thread(link.write, folder)
+    gc.collect()
+    assert copies[0]() is None
+    await asyncio.to_thread(link.write, folder)  # the same call again
+    with pytest.raises(Refused, match="no copy of the critic to write to 'step-000002'"):
+        await asyncio.to_thread(link.write, replicas.folder / "step-000002")
 
 
 async def test_a_critic_begins_with_a_checkpoint_and_with_no_other_folder(replicas: Replicas) -> None:

@@ -6,7 +6,7 @@
     learn         add the gradient of a batch with values and returns, while the trainer computes the policy's gradient
     settle        return figures of the accumulated gradient, and its norm over all replicas
     update        make one step of the critic's optimizer, or none if the policy makes none
-    copy, write   copy the state, then write the copy into the folder of the trainer's checkpoint
+    copy, write   copy the state, then write the copy into the folder of the trainer's checkpoint and free it
 
 Invariants: the critic belongs to the trainer's gang. It is updated together with the policy, checkpoint k contains its
 state of step k, and both restart from the same checkpoint. A call of any attempt other than the one that loaded the
@@ -248,7 +248,10 @@ class CriticLink:
         self._call(0, "critic.copy", CriticOrder(attempt=self._attempt), what="a copy of the critic's state")
 
     def write(self, folder: Path) -> None:
-        """Make the critic write its copy into the checkpoint ``folder``. Raises DiskError if a file is missing."""
+        """Make the critic write its copy into the checkpoint ``folder`` and free it.
+
+        Raises DiskError if a file is missing.
+        """
         order = CriticOrder(attempt=self._attempt, folder=folder.name)
         written = self._call(0, "critic.write", order, what="the critic to write its state")[0].files
         if absent := [name for name in written if not (folder / name).is_file()]:
@@ -330,6 +333,7 @@ class CriticService:
         self._updates = 0
         self._submitted: list[Future[None]] = []
         self._copied: Callable[[Path], None] | None = None
+        self._written = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
@@ -381,7 +385,7 @@ class CriticService:
         self._model = self._model or self._make()
         self._model.load(self._checkpoint(order.checkpoint) if order.checkpoint else None, meeting)
         self._attempt, self._learned, self._updates = order.attempt, {}, 0
-        self._submitted, self._copied = [], None
+        self._submitted, self._copied, self._written = [], None, ""
 
     async def _on_values(self, request: CriticBatch, frames: Sequence[memoryview]) -> tuple[CriticReply, Sequence[Any]]:
         model, batch = self._model_for(request.attempt), _read(request, frames)
@@ -410,15 +414,19 @@ class CriticService:
         return CriticReply()
 
     async def _on_copy(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        self._copied = await self._run("checkpoint", self._model_for(order.attempt).copy)
+        model = self._model_for(order.attempt)
+        self._copied, self._written = None, ""
+        self._copied = await self._run("checkpoint", model.copy)
         return CriticReply()
 
     async def _on_write(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
         model = self._model_for(order.attempt)
-        if self._copied is None:
+        folder = self._checkpoint(order.folder)
+        if self._copied is not None:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._copied, folder)
+            self._copied, self._written = None, order.folder
+        elif self._written != order.folder:
             raise Refused(f"there is no copy of the critic to write to {order.folder!r}")
-        write, folder = self._copied, self._checkpoint(order.folder)
-        await asyncio.get_running_loop().run_in_executor(self._writer, write, folder)
         return CriticReply(files=list(model.files))
 
     def _checkpoint(self, name: str) -> Path:
