@@ -1,5 +1,6 @@
 """Adapters as tensors: which layers they belong to, what they make of weights, and the folder that peft reads."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
 
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
@@ -20,16 +21,21 @@ ADAPTED = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj",
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    kind = GemmaConfig if request.param else LlamaConfig
+    config = kind(
         vocab_size=50,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        tie_word_embeddings=request.param,
+        head_dim=8,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    written = json.loads(file.read_text())
+    assert written.pop("tie_word_embeddings") == request.param
+    file.write_text(json.dumps(written))  # files on the hub name only what differs from the default of their class
     return tmp_path / "base"
 
 

@@ -109,9 +109,10 @@ def decoded(engine: Any, prompts: list[Any], responses: list[Any], *, slots: int
 def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, family: str) -> None:
     import torch
 
+    from asyncflow.models.folder import named_weights
     from asyncflow.rollout.engines.model import CausalModel
     from asyncflow.training.packing import pack_samples
-    from asyncflow.training.torch.model import LogprobModel, named_weights, open_model
+    from asyncflow.training.torch.model import LogprobModel, open_model
 
     plain = opened(tmp_path, family)
     check_model(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
@@ -139,8 +140,7 @@ def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, famil
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from asyncflow.models.folder import export_folder
-    from asyncflow.training.torch.model import named_weights
+    from asyncflow.models.folder import export_folder, named_weights
 
     plain = opened(tmp_path / "source", family)
     export_folder(dict(named_weights(plain)), tmp_path / "source", tmp_path / "export")

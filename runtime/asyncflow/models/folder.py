@@ -42,10 +42,9 @@ def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                file.chmod(0o644)
-                sync(file)
+        for path in temporary.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            sync(path)
         sync(temporary)
         if replace and target.exists():
             _swap(temporary, target)
@@ -85,6 +84,8 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 """Files that are copied from the model's folder if they exist there."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder with the chat templates of a model other than the default, for example for chats with tools."""
 
 
 def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> None:
@@ -102,55 +103,78 @@ def export_folder(tensors: Mapping[str, Tensor], source: Path, target: Path) -> 
     if config.get("tie_word_embeddings", False):
         plain.pop(TIED, None)
     plain = _as_saved(plain, source)
-    _check(plain, source)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in plain.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         config["dtype"] = dtypes.pop()
+        config.pop("torch_dtype", None)  # the same field in files of older versions
     with whole_folder(target, replace=True) as folder:
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        if (source / MORE_TEMPLATES).is_dir():
+            shutil.copytree(source / MORE_TEMPLATES, folder / MORE_TEMPLATES)
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _as_saved(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors under the names in the files of ``source``, if transformers uses other names in memory.
+    """Return the tensors that transformers saves for the model in ``source``, under the names that it saves.
 
-    Newer versions of transformers rename weights on loading, and combine the weights of all experts in one tensor.
+    These are the tensors in the files of ``source``, unless transformers renames weights on loading, combines the
+    weights of all experts in one tensor, or ignores tensors of the files. Raises CheckpointError if a tensor is missing
+    or has another shape.
     """
-    from safetensors import safe_open
-
-    stored: set[str] = set()
-    for file in source.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            stored |= set(opened.keys())
-    if stored - {TIED} <= tensors.keys():
+    model, wanted = None, _stored_shapes(source)
+    if not wanted or _misfit(tensors, wanted) is not None:
+        model = _without_storage(source)
+        wanted.pop(TIED, None)
+    if model is not None:
+        wanted = {name: tuple(weight.shape) for name, weight in named_weights(model)}
+    if (name := _misfit(tensors, wanted)) is not None:
+        shape = tuple(tensors[name].shape) if name in tensors else "missing"
+        raise CheckpointError(f"{name} is {shape}, not {wanted[name]}", where=str(source))
+    if model is None:
         return tensors
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
-    except ValueError:  # not a model of transformers: _check reports missing tensors by name
-        return tensors
-    reverted = revert_weight_conversion(model, tensors)
+    reverted = revert_weight_conversion(model, {name: tensors[name] for name in wanted})
     return {name: tensor.contiguous() for name, tensor in reverted.items()}
 
 
-def _check(tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter once, tied ones under their first name, and then the persistent buffers."""
+    yield from model.named_parameters(remove_duplicate=True)
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _misfit(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return the first name that is missing in ``tensors``, or has another shape there; None if all fit."""
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return next((name for name, shape in wanted.items() if found.get(name) != shape), None)
+
+
+def _stored_shapes(source: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the safetensors files of ``source`` by name."""
     from safetensors import safe_open
 
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  a safetensors file is not a mapping
-                shape = list(tensors[name].shape) if name in tensors else None
-                if shape != stored.get_slice(name).get_shape() and name != TIED:
-                    raise CheckpointError(
-                        f"{name} is {shape or 'missing'}, not {stored.get_slice(name).get_shape()}", where=str(source)
-                    )
+            shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _without_storage(source: Path) -> Any:
+    """Return the model of ``source`` without storage for its weights, None if transformers does not know it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
+    except ValueError:
+        return None
 
 
 WHERE = "model import"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
-from asyncflow.models.folder import export_folder, whole_folder
+from asyncflow.models.folder import export_folder, named_weights, whole_folder
 from asyncflow.models.source import materialize_config
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def merge_folder(adapters: Path, target: Path) -> Path:
         merged = opened.merge_and_unload()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ManifestError(f"cannot be merged: {error}", where=str(adapters)) from error
-    export_folder(merged.state_dict(), base, target)
+    export_folder(dict(named_weights(merged)), base, target)
     return base
 
 
@@ -205,10 +205,7 @@ def _open(folder: Path) -> Any:
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights under the names that a trainer publishes; tied weights appear once."""
-    model = _open(folder)
-    kept = model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+    return {name: tensor.detach() for name, tensor in named_weights(_open(folder))}
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

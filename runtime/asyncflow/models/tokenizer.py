@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncflow.errors import ManifestError
+from asyncflow.models.folder import MORE_TEMPLATES
 
 TODAY = date(2024, 7, 26)
 """The date that chat templates use, so that a run does not depend on its date: the default of Llama's templates."""
@@ -199,7 +200,7 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     """Return the chat templates of a model that are used, by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        files = {_DEFAULT: file, _TOOL_USE: folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"}
+        files = {_DEFAULT: file, _TOOL_USE: folder / MORE_TEMPLATES / f"{_TOOL_USE}.jinja"}
         return {name: each.read_text(encoding="utf-8") for name, each in files.items() if each.is_file()}
     stated = settings.get("chat_template") or []
     if isinstance(stated, str):

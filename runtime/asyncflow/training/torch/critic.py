@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from asyncflow.algorithms.ppo import Ppo, value_loss
 from asyncflow.algorithms.whitening import whitened
+from asyncflow.models.folder import named_weights
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE
@@ -39,7 +40,6 @@ from asyncflow.training.torch.model import (
     PackModel,
     checkpoint_layers,
     compile_layers,
-    named_weights,
     open_model,
     smallest_pack,
 )

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
+from asyncflow.models.folder import named_weights
 from asyncflow.models.lora import INSTALL, PARTS, PREFIX, chosen_layers
 from asyncflow.training.slice_files import within
-from asyncflow.training.torch.model import named_weights
 from asyncflow.training.torch.shards import TensorShard, tensor_shard
 from asyncflow.weights.slices import Box
 

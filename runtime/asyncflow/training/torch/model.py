@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -142,13 +142,6 @@ def open_model(
             hint="Use a folder with config.json and model.safetensors, as transformers writes it",
         ) from error
     return (model if device is None else model.to(device)).eval()
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter once, tied ones under their first name, and then the persistent buffers."""
-    yield from model.named_parameters(remove_duplicate=True)
-    persistent = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch

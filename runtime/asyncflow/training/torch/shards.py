@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.models.folder import named_weights
 from asyncflow.training.ranks import ProcessGroup, jointly
 from asyncflow.training.slice_files import SliceFiles, share_of, slice_metadata, within
 from asyncflow.training.torch.device import TensorGroup
-from asyncflow.training.torch.model import named_weights, open_model
+from asyncflow.training.torch.model import open_model
 from asyncflow.weights.slices import Box
 
 _FILE_BYTES = 1 << 30
