@@ -411,7 +411,7 @@ def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
         raise ValueError(f"the partition {record.partition} has no purpose")
     for entry in record.groups:
         serial, window = entry.serial, VersionWindow(entry.oldest, entry.newest)
-        ended = partition.finished.setdefault(entry.step, {}) if entry.outcome else {}
+        ended = partition.finished.setdefault(entry.step, {})
         if serial in partition.groups or serial in ended or bool(entry.outcome) == bool(entry.rows):
             raise ValueError(f"the group {serial} exists already, or has both or none of rows and an outcome")
         if entry.outcome:
