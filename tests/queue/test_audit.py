@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from count_work import bytecodes
 
 from asyncflow.identity import RowPlace
 from asyncflow.queue.ledger import events as ev
@@ -57,6 +58,25 @@ def test_a_sound_ledger(events, tmp_path):
     assert report.closed
     assert (report.dispatched, report.trained, report.filtered, report.dropped) == (8, 6, 1, 1)
     assert (report.unfinished, report.lost, report.duplicated, report.last_committed_step) == (0, 0, 0, 2)
+
+
+def test_samples_that_ended_before_a_compaction_cost_no_work_of_their_own():
+    """A run of 1,000 steps of 512 prompts has eight million of them, and the driver waits a minute for its audit."""
+
+    def work(size):
+        groups = [ev.GroupRecord(serial, 1, 0, 0, "t" * (size - 1) + "f", []) for serial in range(50)]
+        auditor = Auditor()
+
+        def read():
+            auditor.see(ev.SnapshotGroups(P, groups))
+            report = auditor.report()
+            assert (report.dispatched, report.trained, report.filtered) == (50 * size, 50 * size - 50, 50)
+
+        counted = bytecodes(read)
+        assert set(auditor.trained(P)) == {(serial, sample) for serial in range(50) for sample in range(size - 1)}
+        return counted
+
+    assert work(64) < 1.1 * work(2)
 
 
 def test_an_audit_follows_groups_that_change_their_steps(queue):

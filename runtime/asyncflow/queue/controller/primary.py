@@ -97,7 +97,7 @@ class Primary(Handlers):
 
     def routes(self) -> dict[str, Route]:
         """Return the routes for clients, for units and, if there are replicas, for replicas."""
-        table, training, sessions = self.table, self.table.training, self._sessions
+        table, training, sessions, known = self.table, self.table.training, self._sessions, self.state.partitions
         routes: dict[str, Route] = {
             **super().routes(),
             "queue.declare": (calls.Declare, spread(table.declare)),
@@ -119,7 +119,10 @@ class Primary(Handlers):
             "open.find": (calls.FindRows, lambda call: find(self.read_partition(call.partition), call.keys)),
             "open.expect": (calls.Expect, spread(table.expect)),
             "open.clear": (calls.ClearRows, lambda call: sum(table.clear_rows(call.partition, call.rows))),
-            "open.partitions": (calls.Nothing, self._partitions),
+            "open.partitions": (
+                calls.Nothing,
+                lambda _: {name: p.counts.total() for name, p in sorted(known.items())},
+            ),
             "units.hello": (unit_calls.Hello, lambda hello: sessions.greet(hello, self.controller.now())),
             "units.announce": (unit_calls.Announce, self._announce),
             "units.admit": (unit_calls.Admit, self._admit),
@@ -162,9 +165,6 @@ class Primary(Handlers):
     async def _sync(self, _call: calls.Nothing) -> calls.Done:
         await self.controller.synced()
         return calls.Done()
-
-    def _partitions(self, _call: calls.Nothing) -> dict[str, int]:
-        return {name: partition.counts.total() for name, partition in sorted(self.state.partitions.items())}
 
     def _announce(self, call: unit_calls.Announce) -> list[int]:
         self._sessions.check(call.session, self.controller.now())

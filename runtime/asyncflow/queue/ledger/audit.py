@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,11 +82,15 @@ def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> Audi
 
 
 class _Group(NamedTuple):
-    """A group. window: the oldest and the newest version that may generate its samples."""
+    """A group. window: oldest and newest version of its samples; outcome: letters, if it ended before a compaction."""
 
     size: int
     step: int
     window: tuple[int, int]
+    outcome: str = ""
+
+
+_group = lru_cache(maxsize=1024)(_Group)
 
 
 @dataclass
@@ -98,7 +103,8 @@ class _History:
 
     In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the surviving
     weights; repeated: samples that were put or ended twice; slots: samples of each step since the trainer started last;
-    opened: number and size of groups by step; skipped: skipped serials.
+    opened: number and size of groups by step; skipped: skipped serials. Samples of groups with an ``outcome``, of which
+    a long run has millions, are in none of these fields.
     """
 
     purpose: Purpose = "train"
@@ -128,6 +134,14 @@ class _History:
         elif outcome:
             self.ended[key] = outcome
 
+    def unfold(self, serial: int) -> None:
+        """Enter the samples of a group with an ``outcome`` one by one, since they may be put again."""
+        group = self.groups[serial]
+        self.groups[serial] = group._replace(outcome="")
+        for sample, letter in enumerate(group.outcome):
+            self.place[serial, sample] = 0
+            self.end((serial, sample), ev.OUTCOMES[letter])
+
     def forget(self, rows: Iterable[int]) -> None:
         """Forget open rows, and each group with its last row, since its serial may be used again."""
         for row in rows:
@@ -150,6 +164,8 @@ class _History:
     def uncommit(self, theta: int) -> None:
         """Forget samples that were trained after θ_theta, because those weights are lost."""
         self.slots.clear()
+        for serial in [serial for serial, group in self.groups.items() if group.step > theta]:
+            self.unfold(serial)
         for key in [key for key in self.trained if self.groups[key[0]].step > theta]:
             del self.trained[key]
             self.place[key] = 0
@@ -204,7 +220,10 @@ class Auditor:
 
     def trained(self, partition: str) -> Counter[Key]:
         """Return how often each sample of ``partition`` counts in the surviving weights."""
-        return self._histories[partition].trained
+        history = self._histories[partition]
+        for serial in history.groups:
+            history.unfold(serial)
+        return history.trained
 
     def report(self) -> AuditReport:
         """Return the account of all rows."""
@@ -212,18 +231,21 @@ class Auditor:
         findings = [_check(history) for history in histories]
         created = [(history, key) for history in histories for key in history.place]
         problems = [*(words for finding in findings for words in finding.problems), *self._problems]
-        trained = sum(history.trained[key] > 0 for history, key in created)
+        past = Counter("".join(group.outcome for history in histories for group in history.groups.values()))
+        trained = past["t"] + sum(history.trained[key] > 0 for history, key in created)
         ended = Counter(history.ended.get(key) for history, key in created)
+        ended.update(filtered=past["f"], dropped=past["d"])
+        dispatched = len(created) + past.total()
         overdue = sum(len(finding.overdue) for finding in findings)
         remaining = [
             row for history in self._histories.values() if history.purpose == "open" for row in history.place.values()
         ]
         return AuditReport(
-            dispatched=len(created),
+            dispatched=dispatched,
             trained=trained,
             filtered=ended["filtered"],
             dropped=ended["dropped"],
-            unfinished=len(created) - trained - ended["filtered"] - ended["dropped"] - overdue,
+            unfinished=dispatched - trained - ended["filtered"] - ended["dropped"] - overdue,
             lost=overdue + sum(finding.absent for finding in findings),
             duplicated=sum(len(finding.twice) for finding in findings),
             last_committed_step=max((history.committed for history in histories), default=0),
@@ -244,6 +266,7 @@ class Auditor:
         for serial, first in zip(event.serials, range(0, len(event.rows), event.size), strict=True):
             keys = [(serial, sample) for sample in range(event.size)]
             if serial in history.groups:
+                history.unfold(serial)
                 made = [key for key in keys if key in history.place and self._is_wanted(history, key)]
             else:
                 made = keys
@@ -294,10 +317,7 @@ class Auditor:
         history = self._histories[event.partition]
         for group in event.groups:
             size, window = len(group.rows or group.outcome), (group.oldest, group.newest)
-            history.groups[group.serial] = _Group(size, group.step, window)
-            for sample, letter in enumerate(group.outcome):
-                history.place[group.serial, sample] = 0
-                history.end((group.serial, sample), ev.OUTCOMES[letter])
+            history.groups[group.serial] = _group(size, group.step, window, group.outcome)
             for sample, row in enumerate(group.rows):
                 self._snapshot_row(event.partition, history, (group.serial, sample), row)
 
@@ -374,7 +394,7 @@ class Auditor:
         pair = {serial: history.groups[serial] for serial in event.serials if serial in history.groups}
         steps, windows = {group.step for group in pair.values()}, {group.window for group in pair.values()}
         in_slots = {serial for keys in history.slots.values() for serial, _ in keys}
-        final = [one for one, group in pair.items() if all(history.final((one, n)) for n in range(group.size))]
+        final = [s for s, of in pair.items() if of.outcome or all(history.final((s, n)) for n in range(of.size))]
         if len(steps) < 2 or len(windows) > 1 or final or in_slots & pair.keys():
             why = "although they have the same step or different versions, are in a slot, final or unknown"
             self._problems.append(f"groups {event.serials} of {event.partition} exchanged their steps, {why}")
@@ -426,16 +446,17 @@ def _check(history: _History) -> _Finding:
     absent = 0
     usual = max((group.size for group in history.groups.values()), default=1)
     for serial in range(max(history.groups, default=-1) + 1):
-        size, step, _ = history.groups.get(serial, (usual, 0, None))
+        size, step, _, ended = history.groups.get(serial, _Group(usual, 0, (0, 0)))
         size = max(size, history.opened.get(step, (0, 0))[1])
         if serial in history.skipped:
             continue
-        if gap := sum((serial, sample) not in history.place for sample in range(size)):
+        if gap := sum((serial, sample) not in history.place for sample in range(len(ended), size)):
             absent += gap
             problems.append(f"prompt {serial} lacks {gap} of {size} samples")
     reached, waiting = (
         Counter(steps[serial] for serial in {serial for serial, _ in keys}) for keys in (+history.trained, overdue)
     )
+    reached.update(group.step for group in history.groups.values() if "t" in group.outcome)
     for step, (groups, size) in sorted(history.opened.items()):
         missing = groups - reached[step] - waiting[step]
         if step <= over and missing > 0:

@@ -326,7 +326,7 @@ def _sync(fd: int) -> None:
 
 
 def _write(fd: int, data: bytes) -> int:
-    done = os.write(fd, data)
+    done = 0
     while done < len(data):
         done += os.write(fd, data[done:])
     return done

@@ -8,6 +8,7 @@ report are named.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -32,7 +33,6 @@ from asyncflow.queue.protocol.messages import (
 )
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import PartitionState
-from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.rows import list_rows
 from asyncflow.queue.table.state import IDLE, Row, RowState
 from asyncflow.queue.table.table import Table
@@ -42,20 +42,17 @@ def stats(table: Table, units: Sequence[UnitView], *, synced: int, ledger_bytes:
     """Return all counts, in O(partitions, tasks and open steps). synced: units that have reported their rows."""
     partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
-
-    def count(state: RowState) -> int:
-        return sum(partition.counts[state] for partition in partitions)
-
+    counts = sum((partition.counts for partition in partitions), Counter[RowState]())
     return QueueStats(
         ready={name: queue.index.weight for name, queue in queues.items()},
         leased={name: queue.leased for name, queue in queues.items() if queue.spec.kind == "lease"},
         parked={f"{partition}/{task}": n for (partition, task), n in table.claims.parked().items()},
-        live=count(RowState.LIVE) + count(RowState.BOUND) + count(RowState.WANTED),
-        staged=count(RowState.BOUND),
-        committed=count(RowState.TRAINED),
-        filtered=count(RowState.FILTERED),
-        dropped=count(RowState.DROPPED),
-        wanted=count(RowState.WANTED),
+        live=counts[RowState.LIVE] + counts[RowState.BOUND] + counts[RowState.WANTED],
+        staged=counts[RowState.BOUND],
+        committed=counts[RowState.TRAINED],
+        filtered=counts[RowState.FILTERED],
+        dropped=counts[RowState.DROPPED],
+        wanted=counts[RowState.WANTED],
         bytes=sum(unit.bytes for unit in units),
         limit=sum(unit.limit for unit in units),
         units=synced,
@@ -83,11 +80,9 @@ def snapshot(partition: PartitionState, *, step: int | None = None) -> Partition
 
 def _unfinished(partition: PartitionState) -> list[int]:
     """Return the steps that are not committed, and those with samples that are not final."""
-    gang = partition.gang
-    unfinished = {group.step for group in partition.groups.values()}
-    uncommitted = {step for step in gang.steps if step > gang.committed}
-    uncommitted |= {step for step, ended in partition.finished.items() if step > gang.committed and ended}
-    return sorted(unfinished | uncommitted)
+    known = {*partition.gang.steps, *(step for step, ended in partition.finished.items() if ended)}
+    uncommitted = {step for step in known if step > partition.gang.committed}
+    return sorted(uncommitted.union(group.step for group in partition.groups.values()))
 
 
 def _step(partition: PartitionState, number: int) -> StepState:
@@ -205,7 +200,8 @@ def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence
         seen.rows.append(row.row)
         seen.keys.append(key_of(row))
         seen.tags.append(other_tags(row))
-        seen.ready.append(queue is not None and _is_ready(queue, row))
+        item = row.group if queue is not None and queue.by_group else row
+        seen.ready.append(queue is not None and queue.has_ready(row) and item in queue.index)
         seen.leased.append(bool(work.lease))
         seen.done.append(bool(work.done))
         seen.attempts.append(work.attempt)
@@ -242,11 +238,6 @@ def key_of(row: Row) -> str:
 def other_tags(row: Row) -> dict[str, Tag]:
     """Return the row's tags without its key."""
     return {name: value for name, value in row.tags.items() if name != KEY_TAG}
-
-
-def _is_ready(queue: TaskQueue, row: Row) -> bool:
-    """Return whether the next claim might get ``row``."""
-    return queue.has_ready(row) and (row.group if queue.by_group else row) in queue.index
 
 
 def merge_stats(primary: QueueStats, replicas: Sequence[QueueStats], silent: Sequence[int] = ()) -> QueueStats:

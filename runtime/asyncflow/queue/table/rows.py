@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from asyncflow.errors import PeerLost, Refused, StaleHandle
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Samples, Tag
+from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Tag
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import PartitionState
@@ -60,8 +60,9 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
     if purpose == OPEN and partition.closed is not None and any(made[at] not in partition.groups for at in made):
         hint = "Close it after the last put; clear() of the whole partition opens it again"
         raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
-    if samples is not None and purpose == "train" and (left := _left_out(partition, samples, most=most)):
-        state.record(ev.Skipped(entry.partition, left))
+    skipped = samples.skipped if samples is not None and purpose == "train" else ()
+    if left_out := [serial for serial in skipped if 0 <= serial <= most and serial not in partition.used]:
+        state.record(ev.Skipped(entry.partition, left_out))
     if made:
         own = [row for at in made for row in rows[at * size : (at + 1) * size]]
         event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
@@ -78,11 +79,6 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
         if len(fresh) == len(rows):
             return [True] * len(rows), rows
     return _answers(partition, serials, size, rows, keys)
-
-
-def _left_out(partition: PartitionState, samples: Samples, *, most: int) -> list[int]:
-    """Return the serials that this put skips and that neither have rows nor were skipped before."""
-    return [serial for serial in samples.skipped if 0 <= serial <= most and serial not in partition.used]
 
 
 def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Sequence[int]:

@@ -33,10 +33,8 @@ def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
     """Return the bytes of each column of each of ``count`` rows. Raises ProtocolError for another number of rows."""
     if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if len(sizes) != count}:
         raise ProtocolError(f"sizes of {wrong} rows came with {count} rows", where="controller")
-    names = tuple(cells.sizes)
-    if not names:
-        return [{} for _ in range(count)]
-    return [dict(zip(names, sizes, strict=True)) for sizes in zip(*cells.sizes.values(), strict=True)]
+    columns = [dict(zip(cells.sizes, sizes, strict=True)) for sizes in zip(*cells.sizes.values(), strict=True)]
+    return columns or [{} for _ in range(count)]
 
 
 class RowState(enum.IntEnum):
@@ -283,14 +281,11 @@ class LeaseTable:
         for row in rows:
             lease.rows.pop(row, None)
         if not lease.rows:
-            self._end(lease)
-
-    def _end(self, lease: Lease) -> None:
-        del self._open[lease.id]
-        if self._tickets.get((lease.worker, lease.ticket)) is lease:
-            del self._tickets[lease.worker, lease.ticket]
-        if lease.whole:
-            self.remember(lease.id)
+            del self._open[lease.id]
+            if self._tickets.get((lease.worker, lease.ticket)) is lease:
+                del self._tickets[lease.worker, lease.ticket]
+            if lease.whole:
+                self.remember(lease.id)
 
     def remember(self, lease_id: int) -> None:
         """Note that a lease has ended because all its rows were completed."""

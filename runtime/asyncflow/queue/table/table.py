@@ -17,7 +17,7 @@ from asyncflow.errors import Refused
 from asyncflow.flow.selection import selection_of
 from asyncflow.identity import epoch_of
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
+from asyncflow.queue.protocol.messages import KEY_TAG, Tag, TaskSpec, Wanted, check_task
 from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
@@ -220,9 +220,14 @@ class Table:
         return returned
 
     def wanted(self, partition: str) -> Wanted:
-        """Return the samples to create again. The revision changes with them and with each start of the controller."""
+        """Return the samples to create again. The revision changes with them and with each start of the controller.
+
+        Tags and tokens are included only in an open partition; a job's creator has its own.
+        """
         held = self.state.partition(partition)
-        metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
+        metas = [row.meta for row in sorted(held.wanted, key=lambda row: row.key)]
+        if held.purpose != "open":
+            metas = [msgspec.structs.replace(meta, tokens=0, tags={}) for meta in metas]
         return Wanted(revision=self.state.epoch << 32 | held.revision, keys=metas)
 
     def clear(self, partition: str, attempt: int = 0) -> None:
@@ -251,9 +256,3 @@ def _check_writers(partition: PartitionState, task: TaskSpec, cells: Cells) -> N
     for other in [each.spec for each in partition.queues.values()] + [of.spec for of in partition.elsewhere.values()]:
         if other.name != task.name and (taken := cells.dtypes.keys() & set(other.writes)):
             raise Refused(f"task {task.name} may not write {sorted(taken)}: {other.name} does", where=partition.name)
-
-
-def _bare(row: Row) -> RowMeta:
-    """Describe a wanted row. Tags and tokens are only included in an open partition; a job's creator has its own."""
-    meta = row.meta
-    return meta if meta.purpose == "open" else msgspec.structs.replace(meta, tokens=0, tags={})
