@@ -28,9 +28,8 @@ class Listener:
     """Accepts connections.
 
     most, share: limits of concurrent connections, as a number and as a share of the process's file descriptors;
-    handshake: does the handshake with a caller; connected: returns the number of connections; make_room: closes the
-    least useful connection, and returns whether there was one; refused: called for each caller that was refused or cut
-    off.
+    handshake: called with each new connection; connected: returns the number of connections; make_room: closes the
+    least useful one, and returns whether there was one; refused: called for each caller that was refused or cut off.
     """
 
     def __init__(

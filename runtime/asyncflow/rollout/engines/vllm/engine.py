@@ -558,11 +558,7 @@ def _request_body(open_: _Open) -> dict[str, Any]:
 
 
 def _completion_of(
-    ids: Sequence[int],
-    content: Sequence[Mapping[str, Any]],
-    marks: VersionMarks,
-    *,
-    finish: Finish,
+    ids: Sequence[int], content: Sequence[Mapping[str, Any]], marks: VersionMarks, *, finish: Finish
 ) -> Completion:
     """Return a completion of the tokens that vLLM made."""
     return Completion(
