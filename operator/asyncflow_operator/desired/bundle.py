@@ -8,6 +8,7 @@ Workload) matter, so objects are not applied again after every change in the clu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import PUBLISHER, REWARD_CONTAINER, RoleName
@@ -28,7 +29,7 @@ from asyncflow_operator.desired.blueprint import (
     templates_of,
 )
 from asyncflow_operator.desired.gang import granted, make_gang
-from asyncflow_operator.desired.objects import family_of
+from asyncflow_operator.desired.objects import Family, family_of
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.secrets import OwnerSecrets, SecretPart
 from asyncflow_operator.desired.storage import job_claims, queue_claims
@@ -42,8 +43,12 @@ from asyncflow_operator.desired.supporting import (
     make_gang_service,
     make_leader_service,
     make_network_policy,
+    make_store_policy,
 )
 from asyncflow_operator.observed import JobState, Manifest, Owner, SyncState, TransferQueueState
+
+_STORES: Final = ("master", "holder")
+"""Roles whose processes are those of a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,7 @@ class Desired:
         return (
             make_account(family),
             make_config(job, family),
-            make_network_policy(family, watchers=self.settings.watchers),
+            *self._policies(family, roles),
             make_driver_policy(family, watchers=self.settings.watchers, operator=self.settings.namespace),
             make_egress_policy(family, roles=scoring_roles(job.spec), network=job.spec.reward.network),
             make_leader_service(family, "driver"),
@@ -102,7 +107,7 @@ class Desired:
         return (
             make_account(family),
             make_config(queue, family),
-            make_network_policy(family, watchers=self.settings.watchers, open_to_namespace=True),
+            *self._policies(family, roles, open_to_namespace=True),
             make_leader_service(family, "controller"),
             *queue_claims(queue, family),
             make_budget(family, roles=[role.name for role in roles], pods=sum(role.core for role in roles)),
@@ -179,6 +184,14 @@ class Desired:
             registry=self.settings.registry,
             granted=granted(state, role),
         )
+
+    def _policies(
+        self, family: Family, roles: tuple[Role, ...], *, open_to_namespace: bool = False
+    ) -> tuple[Manifest, ...]:
+        """Return the policies of all pods except the driver."""
+        watchers, stores = self.settings.watchers, [role.name for role in roles if role.name in _STORES]
+        made = make_network_policy(family, watchers=watchers, stores=stores, open_to_namespace=open_to_namespace)
+        return (made, make_store_policy(family, watchers=watchers, stores=stores)) if stores else (made,)
 
     def _gang(self, state: JobState, roles: tuple[Role, ...]) -> tuple[Manifest, ...]:
         job = _job(state)

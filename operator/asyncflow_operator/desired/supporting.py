@@ -9,8 +9,8 @@ Invariants: the manifest changes only when the spec changes, and is the same whi
 an existing WeightSync creates none. The address of a process exists as soon as the process does, ready or not: its
 peers must connect before it becomes ready, and the operator must reach it to learn why it is not ready. Pods have no
 rights at the API server. Only pods of the family and followers, which have a label, reach more than the port with
-metrics and status; for a queue without a job, all pods of its namespace do. Only the operator reaches the driver's port
-for orders; no other pod does, not even of the family.
+metrics and status; for a queue without a job, all pods of its namespace do. Only the family reaches the processes of a
+store. Only the operator reaches the driver's port for orders; no other pod does, not even of the family.
 """
 
 from __future__ import annotations
@@ -169,15 +169,18 @@ def make_egress_policy(family: Family, *, roles: Sequence[RoleName], network: bo
     return stamped(make_object("networking.k8s.io/v1", "NetworkPolicy", family, name=name, body={"spec": spec}))
 
 
-def make_network_policy(family: Family, *, watchers: Sequence[str], open_to_namespace: bool = False) -> Manifest:
+def make_network_policy(
+    family: Family, *, watchers: Sequence[str], stores: Sequence[RoleName] = (), open_to_namespace: bool = False
+) -> Manifest:
     """Return the policy that admits connections of the family and of followers, and of ``watchers`` to read metrics.
 
-    It applies to all pods of the family except the driver, which has ``make_driver_policy``. watchers: namespaces of
-    the operator and of monitoring; open_to_namespace: whether all pods of the namespace may connect, so that only
-    certificates restrict access.
+    It applies to all pods of the family except the driver and the processes of a store, which have
+    ``make_driver_policy`` and ``make_store_policy``. watchers: namespaces of the operator and of monitoring; stores:
+    roles of a store; open_to_namespace: whether all pods of the namespace may connect, so that only certificates
+    restrict access.
     """
     peers = [{"podSelector": {}}] if open_to_namespace else [*_family(family), _followers(family)]
-    others = [{"key": LABEL_ROLE, "operator": "NotIn", "values": ["driver"]}]
+    others = [{"key": LABEL_ROLE, "operator": "NotIn", "values": ["driver", *stores]}]
     selector = {"matchLabels": dict(family.selector), "matchExpressions": others}
     return _ingress_policy(family, family.name, selector, {"from": peers}, *_watcher_rules(watchers))
 
@@ -192,6 +195,15 @@ def make_driver_policy(family: Family, *, watchers: Sequence[str], operator: str
     orders = {"from": [peer], "ports": _ports("control")}
     selector = {"matchLabels": {**family.selector, LABEL_ROLE: "driver"}}
     return _ingress_policy(family, f"{family.name}.driver", selector, calls, orders, *_watcher_rules(watchers))
+
+
+def make_store_policy(family: Family, *, watchers: Sequence[str], stores: Sequence[RoleName]) -> Manifest:
+    """Return the policy of the processes of a store, which may authenticate no client: only the family may connect."""
+    within = [{"key": LABEL_ROLE, "operator": "In", "values": list(stores)}]
+    selector = {"matchLabels": dict(family.selector), "matchExpressions": within}
+    return _ingress_policy(
+        family, f"{family.name}.store", selector, {"from": _family(family)}, *_watcher_rules(watchers)
+    )
 
 
 def _family(family: Family) -> list[Manifest]:

@@ -75,6 +75,16 @@ def test_any_pod_of_its_namespace_may_dial_it(desired: Desired, queue_state: Que
     assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": {}}]}
 
 
+def test_only_its_own_pods_may_dial_its_store(desired: Desired, queue_state: QueueStates):
+    made = desired.queue_supporting(queue_state(backend="mooncake"))
+    policies = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "NetworkPolicy"}
+    (open_to,), (stores,) = (policies[name]["podSelector"]["matchExpressions"] for name in ("shared", "shared.store"))
+    assert (open_to["operator"], open_to["values"]) == ("NotIn", ["driver", "master", "holder"])
+    assert (stores["operator"], stores["values"]) == ("In", ["master", "holder"])
+    own = {"podSelector": {"matchLabels": {"asyncflow.dev/queue": "shared"}}}
+    assert policies["shared.store"]["ingress"][0] == {"from": [own]}
+
+
 def test_a_jobs_queue_makes_no_supporting_objects_of_its_own(desired: Desired, queue_state: QueueStates, job_state):
     state = TransferQueueState(owner=queue_state().owner, queue=None, job=job_state())
     assert desired.queue_supporting(state) == ()
