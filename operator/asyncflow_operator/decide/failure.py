@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from asyncflow.api.names import kind_of_role
 from asyncflow.api.records import RoleRecord
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
@@ -185,7 +186,7 @@ def _note_of(role: Role, pod: PodView, end: PodEnd) -> Note:
     reaction = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
     return Note(
         type="Warning" if end is PodEnd.FAILED else "Normal",
-        reason=f"{role.name.capitalize()}{'Failed' if end is PodEnd.FAILED else 'Gone'}",
+        reason=f"{kind_of_role(role.name).capitalize()}{'Failed' if end is PodEnd.FAILED else 'Gone'}",
         message=f"{ended}: {reaction}",
     )
 

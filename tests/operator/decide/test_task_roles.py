@@ -40,4 +40,5 @@ def test_one_that_ends_is_made_again_alone():
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} == {name}
     assert world.status.failures["task-mark"].restarts == 1
+    assert "TaskFailed" in world.notes
     assert world.status.phase == "Running"
