@@ -40,8 +40,10 @@ def lacking(data: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("name", OURS)
 def test_it_is_what_this_version_does(name: str) -> None:
-    load(EXAMPLES / name)
+    manifest = load(EXAMPLES / name)
     assert "Not yet" not in header(EXAMPLES / name)
+    if manifest.kind == "RLJob" and manifest.spec.storage.checkpoints.claim is not None:
+        assert manifest.spec.storage.ledger.claim is not None, "checkpoints without their ledger cannot be resumed"
 
 
 @pytest.mark.parametrize("file", SETUPS, ids=lambda file: file.stem)
