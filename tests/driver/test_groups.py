@@ -11,7 +11,7 @@ import pytest
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.algorithms.base import Group
-from asyncflow.algorithms.dapo import Dapo, DapoOptions
+from asyncflow.algorithms.dapo import FILTERED_OVERLONG, Dapo, DapoOptions
 from asyncflow.algorithms.grpo import Grpo
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.load import load_job
@@ -454,6 +454,24 @@ def test_a_task_whose_rewards_are_all_the_same_ends_the_job_with_that_reason() -
         asyncio.run(groups_of(queue, limit=20).run())
     assert said.value.where == "spec.algorithm.filterZeroVariance"
     assert queue.dropped == [FILTERED_ZERO_VARIANCE] * 41
+
+
+def test_an_algorithm_that_excludes_all_samples_of_every_group_ends_the_job() -> None:
+    """DAPO that leaves out what was cut off, with responses that never end in time, would generate without end."""
+
+    class Cut(Finished):
+        def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
+            for rows in super()._rows(reward, varied, groups):
+                for row in rows:
+                    row.meta.tags["finish"] = "length"
+                yield rows
+
+    queue = Cut(reward=0.0)
+    groups = groups_of(queue, limit=20)
+    groups.policy = policy(algorithm=Dapo(DapoOptions(overlong_filter=True)), most_filtered=20)
+    with pytest.raises(ManifestError, match=r"21 groups of step 1 were dropped, the last one as .filtered: overlong"):
+        asyncio.run(groups.run())
+    assert queue.dropped == [FILTERED_OVERLONG] * 41
 
 
 def test_what_an_earlier_driver_filtered_counts() -> None:

@@ -43,7 +43,7 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
+from asyncflow.queue.protocol.messages import FILTERED, TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import TURN_REWARDS
 from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.spans import NO_SPANS, Spans
@@ -189,7 +189,7 @@ class GroupPolicy:
     """Rules for the decision of a finished group.
 
     algorithm: shapes rewards, excludes samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling;
-    at most ``most_filtered`` groups are dropped for one step. drop_timeouts: a reward that exceeded its deadline counts
+    at most ``most_filtered`` groups are filtered in one step. drop_timeouts: a reward that exceeded its deadline counts
     as missing, not as 0. right_at: the least reward of a right answer. shuffle_seed: seed by which the rewards of each
     group are permuted together with all other inputs of the decision (otherwise a length penalty could still be
     learned); a control experiment in which the model must not improve; None: off. refills: whether another group
@@ -344,7 +344,7 @@ class AdvantageTask:
     complete before a step is trained are complete. late: returns the step to which a finished group may move and the
     late group there, None if there is none. exchanged: called after the two groups have exchanged their steps. decided:
     called with the step and each group to be trained, repeatedly if it is decided repeatedly. spans: records the times
-    of decisions. filtered: number of dropped groups without variance by step, including those of earlier drivers.
+    of decisions. filtered: number of wholly filtered groups by step, including those of earlier drivers.
     components: means of the components of the reward.
     """
 
@@ -366,7 +366,7 @@ class AdvantageTask:
     async def run(self) -> None:
         """Serve the task until the job ends.
 
-        Raises ManifestError if more groups of a step had no variance than the policy allows.
+        Raises ManifestError if more groups of a step were filtered than the policy allows.
         """
         while True:
             await self._exchange()
@@ -419,11 +419,11 @@ class AdvantageTask:
             (log.debug if flat else log.info)("group %d is dropped: %s", serial, reason)
             # Before the drops: if their answer is lost, the dropped rows are not claimed again.
             first = self._exclude(serial, reason, part=failing_part(Counter(map(failure_of, failing))))
-            filtered = first and flat
+            filtered = first and reason.startswith(FILTERED)
             self.filtered[group[0].meta.step] += filtered
             await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
             if filtered:
-                self._check_filtered(group[0].meta.step, reward=judged.rewards[0])
+                self._check_filtered(group[0].meta.step, reason=reason, reward=judged.rewards[0])
             return
         await self._drop(failing, failed)
         chosen = [i for i in range(len(kept)) if i not in left_out]
@@ -482,18 +482,27 @@ class AdvantageTask:
             )
         return first
 
-    def _check_filtered(self, step: int, *, reward: float) -> None:
+    def _check_filtered(self, step: int, *, reason: str, reward: float) -> None:
         if 2 * self.filtered[step] == self.policy.most_filtered:
             what = "step %d: half of the groups that maxFilteredBatches allows to drop were dropped; of all groups, %s"
             log.warning(what, step, self._alike_words)
-        if self.filtered[step] > self.policy.most_filtered:
+        if self.filtered[step] <= self.policy.most_filtered:
+            return
+        if reason != FILTERED_ZERO_VARIANCE:
             raise ManifestError(
-                f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
-                f" the last time {reward:g} (of all groups, {self._alike_words})",
-                where="spec.algorithm.filterZeroVariance",
-                hint="The task is too easy or too hard for the model, or the reward is constant. Change data or reward,"
-                " keep such groups, or raise maxFilteredBatches; the run can be resumed",
+                f"{self.filtered[step]} groups of step {step} were dropped, the last one as {reason!r}"
+                f" (of all groups, {self._alike_words})",
+                where="spec.algorithm.maxFilteredBatches",
+                hint="Change the settings by which the algorithm excludes all samples of a group (overlong:"
+                " sampling.maxTokens), or raise maxFilteredBatches; the run can be resumed",
             )
+        raise ManifestError(
+            f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
+            f" the last time {reward:g} (of all groups, {self._alike_words})",
+            where="spec.algorithm.filterZeroVariance",
+            hint="The task is too easy or too hard for the model, or the reward is constant. Change data or reward,"
+            " keep such groups, or raise maxFilteredBatches; the run can be resumed",
+        )
 
     @property
     def _alike_words(self) -> str:
