@@ -78,6 +78,7 @@ async def test_a_server_is_asked_once_for_each_pair_it_has_not_judged() -> None:
         await ask(prompts=["q"] * 3, responses=["d", "e", "f"], answers=[0] * 3)
         await ask(prompts=["q"], responses=["bb"], answers=[2])
         assert server.asked[-1]["responses"] == ["bb"], "it was forgotten for newer ones"
+        assert max(map(len, ask._known)) == 16, "long texts take no memory"
 
 
 async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not() -> None:

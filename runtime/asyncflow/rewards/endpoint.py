@@ -11,6 +11,7 @@ Invariants: the reward of a pair of prompt and response is not requested again w
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from typing import Annotated, Any, Final
 
@@ -55,15 +56,16 @@ class Endpoint:
             what = f"{self._options.url!r} is not an HTTP URL"
             raise ManifestError(what, where="spec.reward.config.url", hint="Set http://HOST... or https://HOST...")
         self._session: aiohttp.ClientSession | None = None
-        self._known: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+        self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     async def __call__(self, *, responses: list[str], prompts: list[str], answers: list[Any]) -> list[dict[str, Any]]:
         """Return the rewards of samples. Raises DeadlineExceeded, and ValueError if the reply is invalid."""
-        keys = list(zip(prompts, responses, strict=True))
-        wanted = dict(reversed([(key, answer) for key, answer in zip(keys, answers, strict=True)]))
+        keys = [_digest(*pair) for pair in zip(prompts, responses, strict=True)]
+        samples = zip(prompts, responses, answers, strict=True)
+        wanted = dict(reversed(list(zip(keys, samples, strict=True))))
         found = {key: self._known[key] for key in wanted if key in self._known}
         if missing := [key for key in wanted if key not in found]:
-            found |= zip(missing, await self._request(missing, [wanted[key] for key in missing]), strict=True)
+            found |= zip(missing, await self._request([wanted[key] for key in missing]), strict=True)
         for key in wanted:
             self._known[key] = found[key]
             self._known.move_to_end(key)
@@ -71,13 +73,14 @@ class Endpoint:
             self._known.popitem(last=False)
         return [found[key] for key in keys]
 
-    async def _request(self, keys: list[tuple[str, str]], labels: list[Any]) -> list[dict[str, Any]]:
+    async def _request(self, samples: list[tuple[str, str, Any]]) -> list[dict[str, Any]]:
+        """Request rewards. samples: prompt, response and answer of each."""
         body = msgspec.json.encode(
             {
-                "query": ["".join(key) for key in keys],
-                "prompts": [prompt for prompt, _ in keys],
-                "responses": [response for _, response in keys],
-                "labels": labels,
+                "query": [prompt + response for prompt, response, _ in samples],
+                "prompts": [prompt for prompt, _, _ in samples],
+                "responses": [response for _, response, _ in samples],
+                "labels": [answer for _, _, answer in samples],
             }
         )
         url = self._options.url
@@ -87,8 +90,8 @@ class Endpoint:
         except msgspec.DecodeError as error:
             raise ValueError(f"{url} answered {_shown(text)}: {error}") from error
         details = reply.details if reply.details is not None else [{}] * len(reply.rewards)
-        if not len(keys) == len(reply.rewards) == len(details):
-            counts = f"{len(reply.rewards)} rewards and {len(details)} details for {len(keys)} samples"
+        if not len(samples) == len(reply.rewards) == len(details):
+            counts = f"{len(reply.rewards)} rewards and {len(details)} details for {len(samples)} samples"
             raise ValueError(f"{url} answered {counts}")
         return [{"reward": reward, "details": each} for reward, each in zip(reply.rewards, details, strict=True)]
 
@@ -107,6 +110,12 @@ class Endpoint:
         if status != _OK:
             raise ValueError(f"{url} answered {status}: {_shown(text)}")
         return text
+
+
+def _digest(prompt: str, response: str) -> bytes:
+    """Return a key for a pair: long texts themselves would exceed the memory of the process."""
+    text = f"{len(prompt)} {prompt}{response}".encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def _shown(text: bytes) -> str:
