@@ -19,7 +19,7 @@ from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
-    import ctypes, mmap, os, resource, socket, subprocess, sys, tempfile, threading, time
+    import ctypes, fcntl, mmap, os, resource, socket, struct, subprocess, sys, tempfile, threading, time
 
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -102,6 +102,20 @@ FUNCTION = """
                 return float(libc.shmat(answer, None, 0) == -1 and ctypes.get_errno())
             case "semaphore":
                 return float(libc.semget(0, 1, 0o600) == -1 and ctypes.get_errno())
+            case "owner":
+                one, other = socket.socketpair()
+                fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_NONBLOCK)
+                for name, command, packed in answer:
+                    process = struct.pack("i", os.getppid()) if packed else os.getppid()
+                    try:
+                        getattr(fcntl, name)(one, command, process)
+                        return 0.0
+                    except PermissionError:
+                        pass
+            case "sibling":
+                if (pid := libc.syscall(56, 0x8000 | 17, 0, 0, 0, 0)) == 0:
+                    os._exit(0)
+                return float(pid == -1 and ctypes.get_errno())
             case "priority":
                 os.setpriority(os.PRIO_PROCESS, 0, 1)
             case "processor":
@@ -215,16 +229,22 @@ async def test_attributes_of_files_stay_and_a_compiler_makes_its_output_executab
     assert os.listxattr(table) == []
 
 
-async def test_shared_memory_and_the_scheduling_of_others_are_out_of_reach(folder: Path) -> None:
+async def test_other_processes_are_out_of_reach(folder: Path) -> None:
     libc = ctypes.CDLL(None)
     shared = libc.shmget(0, 4096, 0o600)
+    owners = [("fcntl", 8, False), ("fcntl", 15, True), ("ioctl", 0x8901, True), ("ioctl", 0x8902, True)]
     try:
-        results = await ask(folder, ("attach", shared), ("semaphore", None), ("priority", None))
-        results += await ask(folder, ("processor", None), processes=4)
+        attached, semaphore, priority, owner = await ask(
+            folder, ("attach", shared), ("semaphore", None), ("priority", None), ("owner", owners)
+        )
+        processor, sibling, owner_too = await ask(
+            folder, ("processor", None), ("sibling", None), ("owner", owners), processes=4
+        )
     finally:
         libc.shmctl(shared, 0, None)
-    assert [result.value for result in results[:2]] == [errno.EPERM] * 2
-    assert ["PermissionError" in result.detail for result in results[2:]] == [True] * 2
+    assert [attached.value, semaphore.value, sibling.value] == [errno.EPERM] * 3
+    assert ["PermissionError" in result.detail for result in (priority, processor)] == [True] * 2
+    assert [owner.value, owner_too.value] == [1.0, 1.0], "no file sends them a signal"
 
 
 async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
@@ -311,7 +331,17 @@ async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, mo
 
 def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
     denied = {*sandbox._ALWAYS, sandbox._NAMELESS_FILE, *sandbox._SIGNALS, *sandbox._SCHEDULING}
-    denied |= {*sandbox._ATTRIBUTES, *sandbox._MODES, "socket", "socketpair", "connect", "clone", "clone3", "prlimit64"}
+    denied |= {
+        *sandbox._OWNERS,
+        *sandbox._ATTRIBUTES,
+        *sandbox._MODES,
+        "socket",
+        "socketpair",
+        "connect",
+        "clone",
+        "clone3",
+        "prlimit64",
+    }
     old = {"chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
     for name, absent in (("x86_64", set()), ("aarch64", old)):
         numbers = sandbox._MACHINES[name].numbers

@@ -253,22 +253,22 @@ class _Machine(NamedTuple):
 
 _NUMBERS: Final = {
     "x86_64": """
-        shmget 29 shmat 30 shmctl 31 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62 semget 64
-        semop 65 semctl 66 msgget 68 msgsnd 69 msgrcv 70 msgctl 71 chmod 90 fchmod 91 chown 92 fchown 93 lchown 94
-        ptrace 101 rt_sigqueueinfo 129 utime 132 setpriority 141 sched_setparam 142 sched_setscheduler 144 setxattr 188
-        lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198 fremovexattr 199 tkill 200 sched_setaffinity 203
-        semtimedop 220 tgkill 234 utimes 235 mq_open 240 mq_unlink 241 add_key 248 request_key 249 keyctl 250
-        ioprio_set 251 fchownat 260 futimesat 261 fchmodat 268 unshare 272 utimensat 280 rt_tgsigqueueinfo 297
-        perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311
-        kcmp 312 sched_setattr 314 memfd_create 319 bpf 321 userfaultfd 323
+        ioctl 16 shmget 29 shmat 30 shmctl 31 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62
+        semget 64 semop 65 semctl 66 msgget 68 msgsnd 69 msgrcv 70 msgctl 71 fcntl 72 chmod 90 fchmod 91 chown 92
+        fchown 93 lchown 94 ptrace 101 rt_sigqueueinfo 129 utime 132 setpriority 141 sched_setparam 142
+        sched_setscheduler 144 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198
+        fremovexattr 199 tkill 200 sched_setaffinity 203 semtimedop 220 tgkill 234 utimes 235 mq_open 240 mq_unlink 241
+        add_key 248 request_key 249 keyctl 250 ioprio_set 251 fchownat 260 futimesat 261 fchmodat 268 unshare 272
+        utimensat 280 rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308
+        process_vm_readv 310 process_vm_writev 311 kcmp 312 sched_setattr 314 memfd_create 319 bpf 321 userfaultfd 323
     """,
     "aarch64": """
-        setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 ioprio_set 30 fchmod 52
-        fchmodat 53 fchownat 54 fchown 55 utimensat 88 unshare 97 ptrace 117 sched_setparam 118 sched_setscheduler 119
-        sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140 mq_open 180
-        mq_unlink 181 msgget 186 msgctl 187 msgrcv 188 msgsnd 189 semget 190 semctl 191 semtimedop 192 semop 193
-        shmget 194 shmctl 195 shmat 196 socket 198 socketpair 199 connect 203 add_key 217 request_key 218 keyctl 219
-        clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
+        setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 fcntl 25 ioctl 29
+        ioprio_set 30 fchmod 52 fchmodat 53 fchownat 54 fchown 55 utimensat 88 unshare 97 ptrace 117 sched_setparam 118
+        sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140
+        mq_open 180 mq_unlink 181 msgget 186 msgctl 187 msgrcv 188 msgsnd 189 semget 190 semctl 191 semtimedop 192
+        semop 193 shmget 194 shmctl 195 shmat 196 socket 198 socketpair 199 connect 203 add_key 217 request_key 218
+        keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
         process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282
     """,
     "all": """
@@ -296,6 +296,9 @@ _ALWAYS: Final = (
 )
 """System calls that are always denied: they inspect other processes or delay them, use what these share, get new
 rights, bypass the filter, or allocate memory outside of the address space."""
+_OWNERS: Final = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
+"""Commands (F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP) that name a process: the kernel sends it a signal, of any
+number, when a file has data."""
 _SCHEDULING: Final = ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
 _ATTRIBUTES: Final = (
     *("chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat", "utimensat", "file_setattr"),
@@ -316,6 +319,8 @@ _STREAM, _PACKETS = 1, 5
 _SOCKET_TYPE: Final = 0xF
 _CLONE_THREAD: Final = 0x00010000
 _NEW_NAMESPACES: Final = 0x7E020000
+_CLONE_PARENT: Final = 0x00008000
+"""Flag of a new process that is no descendant of the one that starts it, so that it would not be found and ended."""
 _X32: Final = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -363,12 +368,14 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
     rules += _on(machine, "clone3", _deny(errno.ENOSYS))
     for name in ("prlimit64", *_SCHEDULING):
         rules += _on(machine, name, _unless_argument_in((0, pid)))
+    for name, commands in _OWNERS.items():
+        rules += _on(machine, name, _deny_second_in(commands))
     for name in _ATTRIBUTES:
         rules += _on(machine, name, _ignore())
     for name, argument in _MODES.items():
         rules += _on(machine, name, _ignore_without(_OWNERS_RIGHTS, argument) if sandbox.processes else _ignore())
     if sandbox.processes:
-        return [*rules, *_on(machine, "clone", _deny_with(_NEW_NAMESPACES)), (_RETURN, 0, 0, _ALLOW)]
+        return [*rules, *_on(machine, "clone", _deny_with(_NEW_NAMESPACES | _CLONE_PARENT)), (_RETURN, 0, 0, _ALLOW)]
     for name in ("fork", "vfork", "pidfd_send_signal"):
         rules += _on(machine, name, _deny())
     for name in _SIGNALS:
@@ -400,6 +407,11 @@ def _ignore_without(bits: int, argument: int) -> _Filter:
 def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
     tests = [(_EQUAL, len(allowed) - index, 0, value) for index, value in enumerate(allowed)]
     return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), *tests, *_deny(), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _deny_second_in(denied: Sequence[int]) -> _Filter:
+    tests = [(_EQUAL, len(denied) - index, 0, value) for index, value in enumerate(denied)]
+    return [(_LOAD, 0, 0, _SECOND_ARGUMENT_AT), *tests, (_RETURN, 0, 0, _ALLOW), *_deny()]
 
 
 def _unless_type_in(allowed: Sequence[int]) -> _Filter:
