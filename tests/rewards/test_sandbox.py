@@ -5,6 +5,8 @@ import ctypes
 import errno
 import os
 import socket
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -329,20 +331,40 @@ async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, mo
     assert descriptors.value == 6.0, "its three, the two ends of its pipes, and the listing"
 
 
+EMPTYING = """
+import os, sys
+from asyncflow.rewards import sandbox
+
+folder = sys.argv[1]
+sandbox._landlock_version = lambda: 2  # Linux 6.1, which cannot restrict truncation
+sandbox.enter(sandbox.Sandbox(readable=[folder], writable=[folder + "/own"], memory=4 << 30))
+with open(folder + "/own/file", "w") as file:
+    file.write("x")
+with open(folder + "/own/file", "w") as file:
+    file.truncate(0)
+for empty in (
+    lambda: os.truncate(folder + "/table.json", 0),
+    lambda: os.open(folder + "/table.json", os.O_RDONLY | os.O_TRUNC),
+):
+    try:
+        empty()
+    except PermissionError:
+        continue
+    sys.exit("a file was emptied")
+"""
+
+
+def test_an_older_kernel_lets_no_file_be_emptied_either(folder: Path) -> None:
+    (folder / "own").mkdir()
+    subprocess.run([sys.executable, "-P", "-c", EMPTYING, str(folder)], check=True, timeout=60)
+    assert (folder / "table.json").read_text() == "[1, 2]"
+
+
 def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
     denied = {*sandbox._ALWAYS, sandbox._NAMELESS_FILE, *sandbox._SIGNALS, *sandbox._SCHEDULING}
-    denied |= {
-        *sandbox._OWNERS,
-        *sandbox._ATTRIBUTES,
-        *sandbox._MODES,
-        "socket",
-        "socketpair",
-        "connect",
-        "clone",
-        "clone3",
-        "prlimit64",
-    }
-    old = {"chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
+    denied |= {*sandbox._OPENS, *sandbox._OWNERS, *sandbox._ATTRIBUTES, *sandbox._MODES, "truncate", "openat2"}
+    denied |= {"socket", "socketpair", "connect", "clone", "clone3", "prlimit64"}
+    old = {"open", "chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
     for name, absent in (("x86_64", set()), ("aarch64", old)):
         numbers = sandbox._MACHINES[name].numbers
         assert denied - set(numbers) == absent

@@ -3,7 +3,7 @@
 Before the process loads that code it restricts itself irreversibly: no new privileges, no capabilities, resource
 limits, Landlock for files and signals, and a seccomp filter for sockets, other processes, attributes of files, and
 system calls that can bypass a sandbox. If a kernel lacks one of these mechanisms, the others still hold, and ``enter``
-reports the missing one.
+reports the missing one. On kernels before 6.2, whose Landlock allows to empty files, the filter denies it.
 
 Invariant: an access that ``Sandbox`` does not allow is denied. A change of owner, mode, times or attributes of a file
 has no effect, because Landlock does not restrict it, and programs that copy files fail if it is denied. A process that
@@ -157,13 +157,18 @@ _REFER, _TRUNCATE, _IOCTL_DEVICE = (1 << bit for bit in (13, 14, 15))
 _RIGHTS_BY_VERSION: Final = {1: (1 << 13) - 1, 2: _REFER, 3: _TRUNCATE, 5: _IOCTL_DEVICE}
 _OF_FILES: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
 _READ: Final = _EXECUTE | _READ_FILE | _READ_DIR
-_TCP_VERSION, _SCOPE_VERSION = 4, 6
+_TRUNCATE_VERSION, _TCP_VERSION, _SCOPE_VERSION = 3, 4, 6
 _BIND_AND_CONNECT: Final = 3
 _ABSTRACT_SOCKETS_AND_SIGNALS: Final = 3
 
 
+def _landlock_version() -> int:
+    version: int = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
+    return version
+
+
 def _restrict_files(sandbox: Sandbox) -> list[str]:
-    version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
+    version = _landlock_version()
     if version < 1:
         return [f"files are not restricted: the kernel has no Landlock ({os.strerror(ctypes.get_errno())})"]
     handled = sum(rights for since, rights in _RIGHTS_BY_VERSION.items() if since <= version)
@@ -253,27 +258,29 @@ class _Machine(NamedTuple):
 
 _NUMBERS: Final = {
     "x86_64": """
-        ioctl 16 shmget 29 shmat 30 shmctl 31 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62
-        semget 64 semop 65 semctl 66 msgget 68 msgsnd 69 msgrcv 70 msgctl 71 fcntl 72 chmod 90 fchmod 91 chown 92
-        fchown 93 lchown 94 ptrace 101 rt_sigqueueinfo 129 utime 132 setpriority 141 sched_setparam 142
-        sched_setscheduler 144 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198
-        fremovexattr 199 tkill 200 sched_setaffinity 203 semtimedop 220 tgkill 234 utimes 235 mq_open 240 mq_unlink 241
-        add_key 248 request_key 249 keyctl 250 ioprio_set 251 fchownat 260 futimesat 261 fchmodat 268 unshare 272
-        utimensat 280 rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308
-        process_vm_readv 310 process_vm_writev 311 kcmp 312 sched_setattr 314 memfd_create 319 bpf 321 userfaultfd 323
+        open 2 ioctl 16 shmget 29 shmat 30 shmctl 31 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58
+        kill 62 semget 64 semop 65 semctl 66 msgget 68 msgsnd 69 msgrcv 70 msgctl 71 fcntl 72 truncate 76 chmod 90
+        fchmod 91 chown 92 fchown 93 lchown 94 ptrace 101 rt_sigqueueinfo 129 utime 132 setpriority 141
+        sched_setparam 142 sched_setscheduler 144 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197
+        lremovexattr 198 fremovexattr 199 tkill 200 sched_setaffinity 203 semtimedop 220 tgkill 234 utimes 235
+        mq_open 240 mq_unlink 241 add_key 248 request_key 249 keyctl 250 ioprio_set 251 openat 257 fchownat 260
+        futimesat 261 fchmodat 268 unshare 272 utimensat 280 rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302
+        open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311 kcmp 312 sched_setattr 314
+        memfd_create 319 bpf 321 userfaultfd 323
     """,
     "aarch64": """
         setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 fcntl 25 ioctl 29
-        ioprio_set 30 fchmod 52 fchmodat 53 fchownat 54 fchown 55 utimensat 88 unshare 97 ptrace 117 sched_setparam 118
-        sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140
-        mq_open 180 mq_unlink 181 msgget 186 msgctl 187 msgrcv 188 msgsnd 189 semget 190 semctl 191 semtimedop 192
-        semop 193 shmget 194 shmctl 195 shmat 196 socket 198 socketpair 199 connect 203 add_key 217 request_key 218
-        keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268
-        process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282
+        ioprio_set 30 truncate 45 fchmod 52 fchmodat 53 fchownat 54 fchown 55 openat 56 utimensat 88 unshare 97
+        ptrace 117 sched_setparam 118 sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131
+        rt_sigqueueinfo 138 setpriority 140 mq_open 180 mq_unlink 181 msgget 186 msgctl 187 msgrcv 188 msgsnd 189
+        semget 190 semctl 191 semtimedop 192 semop 193 shmget 194 shmctl 195 shmat 196 socket 198 socketpair 199
+        connect 203 add_key 217 request_key 218 keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241
+        prlimit64 261 open_by_handle_at 265 setns 268 process_vm_readv 270 process_vm_writev 271 kcmp 272
+        sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282
     """,
     "all": """
-        pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 pidfd_getfd 438
-        memfd_secret 447 fchmodat2 452 setxattrat 463 removexattrat 466 file_setattr 469
+        pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 openat2 437
+        pidfd_getfd 438 memfd_secret 447 fchmodat2 452 setxattrat 463 removexattrat 466 file_setattr 469
     """,
 }
 """System calls by processor, each followed by its number (the kernel's unistd.h)."""
@@ -296,6 +303,11 @@ _ALWAYS: Final = (
 )
 """System calls that are always denied: they inspect other processes or delay them, use what these share, get new
 rights, bypass the filter, or allocate memory outside of the address space."""
+_OPENS: Final = {"open": 1, "openat": 2}
+"""System calls that open a file, and which of their arguments is the flags."""
+_READ_AND_TRUNCATE: Final = 0x200
+"""The bit O_TRUNC of the flags without a bit of ``_ACCESS``: a right to read is then enough to empty a file."""
+_ACCESS: Final = 0x3
 _OWNERS: Final = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
 """Commands (F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP) that name a process: the kernel sends it a signal, of any
 number, when a file has data."""
@@ -368,6 +380,13 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
     rules += _on(machine, "clone3", _deny(errno.ENOSYS))
     for name in ("prlimit64", *_SCHEDULING):
         rules += _on(machine, name, _unless_argument_in((0, pid)))
+    if _landlock_version() < _TRUNCATE_VERSION:
+        rules += _on(machine, "truncate", _deny())
+        rules += _on(machine, "openat2", _deny(errno.ENOSYS))
+        for name, argument in _OPENS.items():
+            rules += _on(
+                machine, name, _deny_masked(argument, mask=_READ_AND_TRUNCATE | _ACCESS, value=_READ_AND_TRUNCATE)
+            )
     for name, commands in _OWNERS.items():
         rules += _on(machine, name, _deny_second_in(commands))
     for name in _ATTRIBUTES:
@@ -398,10 +417,17 @@ def _ignore() -> _Filter:
     return [(_RETURN, 0, 0, _error(0))]
 
 
+def _masked(argument: int, mask: int) -> _Filter:
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT + _ARGUMENT_BYTES * argument), (_AND, 0, 0, mask)]
+
+
 def _ignore_without(bits: int, argument: int) -> _Filter:
     """Return the rule that ignores calls whose argument lacks one of ``bits``."""
-    tests = [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT + _ARGUMENT_BYTES * argument), (_AND, 0, 0, bits), (_EQUAL, 1, 0, bits)]
-    return [*tests, *_ignore(), (_RETURN, 0, 0, _ALLOW)]
+    return [*_masked(argument, bits), (_EQUAL, 1, 0, bits), *_ignore(), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _deny_masked(argument: int, *, mask: int, value: int) -> _Filter:
+    return [*_masked(argument, mask), (_EQUAL, 0, 1, value), *_deny(), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
