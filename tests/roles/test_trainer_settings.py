@@ -11,7 +11,7 @@ from asyncflow.models import tiny
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.roles.backend import backend_settings, export_best, export_checkpoint
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
-from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.ranks import GroupLeft, SingleProcess
 
 
 def job(**spec: object) -> RLJob:
@@ -82,6 +82,13 @@ def test_the_best_checkpoint_is_exported_unless_it_is_the_last_one_or_the_first_
     places = {"checkpoints": checkpoints, "last": 3, "run": tmp_path, "target": tmp_path / "export-best"}
     for best in (None, 0, 3):
         assert export_best(spec, backend, model, best=best, **places) is None
+
+    def leaving(array: np.ndarray, *, what: str) -> np.ndarray:
+        raise GroupLeft
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend.group, "gather", leaving)
+        assert export_best(spec, backend, model, best=2, **places) is None
     assert not (tmp_path / "export-best").exists()
     assert export_best(spec, backend, model, best=2, **places) == 2
     exported = load_file(tmp_path / "export-best" / "model.safetensors")

@@ -26,7 +26,7 @@ from asyncflow.models.source import ModelSource, materialize_config, materialize
 from asyncflow.plugins import load_plugin
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import Checkpoints, find_checkpoint
-from asyncflow.training.ranks import SingleProcess, gather_bytes, jointly
+from asyncflow.training.ranks import GroupLeft, SingleProcess, gather_bytes, jointly
 from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 
 EXPORT, EXPORT_BEST = "export", "export-best"
@@ -154,18 +154,22 @@ def export_best(
     of ``last``, which are exported already, or of the initial model.
     """
     group = backend.group
-    steps = [msgspec.json.decode(one) for one in gather_bytes(group, msgspec.json.encode(best), what="the best step")]
-    step: int | None = steps[0]
-    if step is None or None in steps or step in (0, last):
+    try:
+        known = gather_bytes(group, msgspec.json.encode(best), what="the best step")
+        steps: list[int | None] = [msgspec.json.decode(one) for one in known]
+        step = steps[0]
+        if step is None or None in steps or step in (0, last):
+            return None
+        checkpoint = None
+        with jointly(group, what="reading the best checkpoint"):
+            if checkpoints.shared or group.rank == 0:
+                checkpoint = checkpoints.at(step)
+                checkpoint.verify(
+                    rank=group.rank if checkpoints.shared else 0, world=group.world if checkpoints.shared else 1
+                )
+        backend.load_weights(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
+    except GroupLeft:
         return None
-    checkpoint = None
-    with jointly(group, what="reading the best checkpoint"):
-        if checkpoints.shared or group.rank == 0:
-            checkpoint = checkpoints.at(step)
-            checkpoint.verify(
-                rank=group.rank if checkpoints.shared else 0, world=group.world if checkpoints.shared else 1
-            )
-    backend.load_weights(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
     export_weights(spec, backend, model, run=run, target=target)
     return step
 
