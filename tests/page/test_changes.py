@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from count_work import bytecodes
 
 from asyncflow.driver.sample_files import SampleText, write_samples
 from asyncflow.view.page import changes as module
@@ -62,6 +63,10 @@ def test_of_a_very_long_run_every_nth_step_is_told_and_the_newest(tmp_path: Path
     found = changes(tmp_path, "")
     assert found["every"] == 4
     assert found["steps"]["step"] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+    work = bytecodes(lambda: changes(tmp_path, ""))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(step(number) for number in range(1, 351)))
+    assert changes(tmp_path, "")["every"] == 35
+    assert bytecodes(lambda: changes(tmp_path, "")) < 1.3 * work, "the others are not read"
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-2-x", "-1-2", "1.5", "9" * 5000, "1-2-3-4-5-6-7-8", "\u0663-\u0664"])

@@ -18,12 +18,13 @@ import click
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
 from asyncflow.driver.journal import EVENTS, METRICS
+from asyncflow.driver.sample_files import kept_steps
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB, check_run, load_record
 from asyncflow.local.http_client import ask
 from asyncflow.rpc.http import HttpServer
-from asyncflow.view.page.changes import changes, facts, kept
+from asyncflow.view.page.changes import changes, facts
 from asyncflow.view.page.document import document
 from asyncflow.view.page.routes import CHANGES, SAMPLES, TIMELINE, page_routes
 from asyncflow.view.page.spans import MOST_COLUMNS, Timelines
@@ -46,7 +47,7 @@ def export(run: Path, file: Path, *, texts: bool) -> None:
     Raises ManifestError if there is no run or the file cannot be written.
     """
     check_run(run, JOB, METRICS, EVENTS)
-    steps = {purpose: _spread(steps) for purpose, steps in kept(run).items()}
+    steps = {purpose: _spread(steps) for purpose, steps in kept_steps(run).items()}
     extra = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
     answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **extra}, TIMELINE: _whole_timeline(run)}
     for purpose, chosen in steps.items():

@@ -9,6 +9,7 @@ error for a file that is damaged, or in a format that cannot be read here, names
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -28,6 +29,7 @@ Format = Literal["jsonl", "parquet"]
 Purpose = Literal["train", "eval"]
 _FORMATS = get_args(Format)
 _PREFIX: dict[Purpose, str] = {"train": "step", "eval": "eval"}
+_PURPOSE = {prefix: purpose for purpose, prefix in _PREFIX.items()}
 _NAME = re.compile(r"(step|eval)-([0-9]{6,})\.(jsonl|parquet)")
 _LACKS_PYARROW = "Run pip install 'asyncflow[data]', or set storage.samples.format: jsonl"
 
@@ -94,8 +96,17 @@ def sample_files(run: Path) -> list[SampleFile]:
     found = []
     for path in (run / SAMPLES).glob("*"):
         if match := _NAME.fullmatch(path.name):
-            found.append(SampleFile(path, "train" if match[1] == "step" else "eval", int(match[2])))
+            found.append(SampleFile(path, _PURPOSE[match[1]], int(match[2])))
     return sorted(found, key=lambda file: (file.purpose == "eval", file.step))
+
+
+def kept_steps(run: Path) -> dict[Purpose, list[int]]:
+    """Return the steps of ``sample_files``, by purpose. A long run has very many, so no path is made for each."""
+    names = os.listdir(run / SAMPLES) if (run / SAMPLES).is_dir() else ()
+    found: dict[Purpose, set[int]] = {purpose: set() for purpose in _PREFIX}
+    for match in filter(None, map(_NAME.fullmatch, names)):
+        found[_PURPOSE[match[1]]].add(int(match[2]))
+    return {purpose: sorted(steps) for purpose, steps in found.items()}
 
 
 def read_samples(path: Path) -> list[SampleText]:

@@ -6,6 +6,7 @@ Invariant: a line is read once it is complete; a line that is not a JSON object 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ def new_lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
 
     If the file is shorter than ``start``, it was replaced, and is read from its beginning.
     """
+    whole, end = _complete(path, start)
+    return _decoded(whole), end
+
+
+def some_new_lines(path: Path, start: int, *, most: int) -> tuple[list[dict[str, Any]], int, int]:
+    """Return ``new_lines``, but of more than ``most`` only each n-th and the last; and the end offset, and n."""
+    whole, end = _complete(path, start)
+    every = -(-len(whole) // most) or 1
+    return _decoded(whole[::-1][::every][::-1]), end, every
+
+
+def _complete(path: Path, start: int) -> tuple[list[bytes], int]:
     try:
         with path.open("rb") as file:
             begin = start if start <= os.fstat(file.fileno()).st_size else 0
@@ -25,12 +38,16 @@ def new_lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return [], 0
     *whole, incomplete = data.split(b"\n")
+    return whole, begin + len(data) - len(incomplete)
+
+
+def _decoded(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     found = []
-    for written in whole:
+    for written in lines:
         try:
             line = msgspec.json.decode(written)
             float(line["at"])
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
             continue
         found.append(line)
-    return found, begin + len(data) - len(incomplete)
+    return found

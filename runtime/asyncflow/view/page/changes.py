@@ -18,8 +18,8 @@ import msgspec
 
 from asyncflow.api.job import RLJob
 from asyncflow.driver.journal import EVENTS, METRICS, SUMMARY, read_summary
-from asyncflow.driver.sample_files import SAMPLES, Purpose, sample_files
-from asyncflow.telemetry.lines import new_lines
+from asyncflow.driver.sample_files import SAMPLES, kept_steps
+from asyncflow.telemetry.lines import new_lines, some_new_lines
 
 MOST_STEPS: Final = 4000
 """Most steps of one answer."""
@@ -64,20 +64,19 @@ def changes(folder: Path, since: str) -> dict[str, Any]:
     replaced = (before.metrics_file, before.events_file) != files
     if replaced:
         before = FileCursor(metrics_file=files[0], events_file=files[1])
-    steps, metrics_end = new_lines(folder / METRICS, before.metrics)
+    steps, metrics_end, every = some_new_lines(folder / METRICS, before.metrics, most=MOST_STEPS)
     events, events_end = new_lines(folder / EVENTS, before.events)
     modified = _modified(folder / SAMPLES)
-    every = -(-len(steps) // MOST_STEPS) or 1
     answer: dict[str, Any] = {
         "cursor": str(FileCursor(files[0], metrics_end, files[1], events_end, modified)),
         "anew": replaced,
-        "steps": columns(steps[::-1][::every][::-1]),
+        "steps": columns(steps),
         "every": every,
         "events": [event for event in events if isinstance(event.get("event"), str)],
         "summary": read_summary(folder / SUMMARY),
     }
     if modified != before.samples:
-        answer["samples"] = kept(folder)
+        answer["samples"] = kept_steps(folder)
     return answer
 
 
@@ -86,15 +85,6 @@ def columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]
     rows = [dict(_numbers(line)) for line in lines]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def kept(folder: Path) -> dict[Purpose, list[int]]:
-    """Return the steps with kept samples, by purpose."""
-    found: dict[Purpose, list[int]] = {"train": [], "eval": []}
-    for file in sample_files(folder):
-        if file.step not in found[file.purpose][-1:]:
-            found[file.purpose].append(file.step)
-    return found
 
 
 def facts(job: RLJob) -> dict[str, Any]:
