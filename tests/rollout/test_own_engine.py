@@ -16,6 +16,7 @@ from asyncflow.rollout.engines.base import GenerationRequest, RolloutEngine
 from .rollout_world import OF_TURNS, running_world
 from .test_episodes import Counting
 
+SIDES = {"model.embed_tokens.weight": np.zeros(20, np.float32)}
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "own" / "engine.md"
 
 
@@ -33,7 +34,7 @@ async def test_the_engine_of_the_guide_makes_samples_and_goes_on_with_them(tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     load_plugin(GROUP, "dice", kind=RolloutEngine, where="here")
     engine = open_engine("dice", folder=None, slots=4, max_length=64)
-    await engine.load(Version(0, 1), {"sides": np.zeros(20, np.float32)})
+    await engine.load(Version(0, 1), SIDES)
     asked = GenerationRequest(key=SampleKey(3, 1), prompt_ids=(1,), max_tokens=30, stop_ids=(7,), seed=2)
     whole = await engine.generate(asked)
     assert whole.ids.tolist().index(7) == len(whole) - 1
@@ -42,7 +43,7 @@ async def test_the_engine_of_the_guide_makes_samples_and_goes_on_with_them(tmp_p
     async with running_world(tmp_path / "world", columns=OF_TURNS) as world:
         await world.rollout("r0", engine="dice", environment=Counting(), stop_ids=tuple(range(1, 9)), max_tokens=40)
         await world.put([0, 1], step=1, oldest=0)
-        await world.publish(0, {"sides": np.zeros(20, np.float32)})
+        await world.publish(0, SIDES)
         rows, columns = await world.made(8)
     assert sum(row.meta.tags["turns"] == 3 for row in rows) >= 4
     assert all(len(ids) == len(mask) for ids, mask in zip(columns["response_ids"], columns["loss_mask"], strict=True))
