@@ -196,7 +196,10 @@ def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answ
     [
         (ProcessStarted(replica=REPLICA, attempt=0, pid=7), None),
         (ProcessStarted(replica=REPLICA, attempt=2, pid=7), "rollout-1 started, attempt 2, pid 7"),
-        (ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=False), "rollout-1 ended: SIGKILL"),
+        (
+            ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=False),
+            "rollout-1 ended: SIGKILL; see logs/rollout-1.log",
+        ),
         (ProcessEnded(replica=REPLICA, attempt=0, status=ExitStatus(), wanted=False), None),
         (ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=True), None),
         (

@@ -178,7 +178,7 @@ def event_line(event: Event) -> str | None:
         case ProcessStarted():
             return f"{event.replica} started, attempt {event.attempt}, pid {event.pid}"
         case ProcessEnded():
-            return f"{event.replica} ended: {event.status}"
+            return f"{event.replica} ended: {event.status}; see logs/{event.replica}.log"
         case Restarting(restart=restart):
             replicas = ", ".join(map(str, restart.replicas))
             return f"{replicas}: restart in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
