@@ -154,8 +154,8 @@ def test_the_sink_of_the_page_works(tmp_path: Path) -> None:
     SinkFeed(sink, run=replace(run, folder=folder.path), samples=1).more()
     sink.close("Succeeded")
     lines = (run.own / "rewards.txt").read_text().splitlines()
-    assert lines[0] == "0 None"
-    assert lines[5:7] == ["from 2 on again", "2 0.2"]
+    assert lines[0] == "1 0.1"
+    assert lines[3:5] == ["from 2 on again", "2 0.2"]
 
 
 def test_the_page_has_the_table_of_names() -> None:
