@@ -387,6 +387,7 @@ def serve_alone(
                 http_port=site.http_port,
             )
             users = "clients" if isinstance(manifest, TransferQueue) else "followers"
+            users += " on other hosts or of other users"
             click.echo(f"{users} need the certificate in {site.certificate}: export {TLS_ENV}={site.certificate}")
             outcome = _run_with_view(site, view)
     finally:
