@@ -6,6 +6,7 @@ any. The rules are:
 * words: a word of ``words.txt`` occurs in the name of a module, class, function, parameter or field, in a docstring, a
   log line or an error.
 * first: the docstring of a module, class or function starts with "Give", "Who", "What", "How" or "Whether".
+* hint: the hint of an error starts with "Give", or ends with a full stop.
 * class: two modules of the runtime or of the operator have a public class of the same name.
 * commit: a subject has more than 72 characters, or its first word is not an imperative, as far as a short rule can
   detect this.
@@ -40,6 +41,7 @@ _FIRST: Final = {
     "how": "a noun as the subject, or an imperative",
     "whether": '"Return whether ..."',
 }
+_HINT: Final = re.compile(r"""^f?['"]Give |[^.]\.['"]$""")
 _LEVELS: Final = frozenset(("debug", "info", "warning", "error", "exception", "critical"))
 _LOGGERS: Final = frozenset(("_log", "log", "_logger", "logger"))
 _ENDINGS: Final = re.compile(r"(?<=[a-z])(ed|ing|(?<!s)s)$")
@@ -139,6 +141,10 @@ def check_module(source: str, path: str, words: Sequence[Word]) -> Iterator[Find
             first = text.split(maxsplit=1)[0].lower()
             if first in _FIRST:
                 yield Finding(f"{path}:{node.body[0].lineno}", "first", f'"{text.splitlines()[0]}"', _FIRST[first])
+        match node:
+            case ast.keyword(arg="hint" | "fix", value=hint) | ast.Assign(targets=[ast.Name(id="hint")], value=hint):
+                if _HINT.search(text := ast.unparse(hint)):
+                    yield Finding(f"{path}:{hint.lineno}", "hint", text, '"Set ..." or "Use ...", without a full stop')
 
 
 def check_classes(sources: dict[str, str]) -> Iterator[Finding]:

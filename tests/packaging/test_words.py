@@ -94,6 +94,13 @@ def test_a_docstring_begins_with_a_noun_or_an_imperative(first: str) -> None:
     assert found('"""Return whether it is."""\ndef f():\n    """Rows, and who asks."""') == []
 
 
+@pytest.mark.parametrize("hint", ["Give another", "Use another."])
+def test_a_hint_says_what_to_do_without_a_full_stop(hint: str) -> None:
+    for source in (f'raise Refused("no", hint="{hint}")', f'x = Rule(fix=f"{hint}")', f'hint = "{hint}"'):
+        assert [rule for rule, *_ in found(source)] == ["hint"]
+    assert found('raise Refused("no", hint=f"Set {where}.{name}")\nhint = "Use http://HOST..."') == []
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     same = "class Row: ...\nclass _Own: ..."
     findings = list(words.check_classes({"a.py": same, "b.py": "x = 1\n" + same, "c.py": "class Rows: ..."}))
