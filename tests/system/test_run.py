@@ -164,8 +164,8 @@ def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
     assert said["eval_pass_at_last"] == {"1": said["eval_accuracy_last"]}
     kept = {int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/manifest.json")}
     assert kept == {best, 3} - {0}
-    assert cli.invoke(["model", "export", str(folder), str(folder / "exported"), "--step", "3"]) == 0
-    exported, last = (load_file(folder / name / "model.safetensors") for name in ("exported", "export"))
+    assert cli.invoke(["model", "export", str(folder), str(folder.parent / "exported"), "--step", "3"]) == 0
+    exported, last = (load_file(path / "model.safetensors") for path in (folder.parent / "exported", folder / "export"))
     assert exported.keys() == last.keys()
     assert all(np.array_equal(exported[name], last[name]) for name in last)
 
