@@ -40,7 +40,8 @@ from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
 from asyncflow.training.torch.critic import CRITIC_FILE, CRITIC_STATE_FILE
-from asyncflow.training.torch.optimizer import FlatAdamW
+from asyncflow.training.torch.figures import StepFigures, metrics_of
+from asyncflow.training.torch.optimizer import Applied, FlatAdamW
 from asyncflow.training.torch.shards import TensorShard
 
 EXACT = 1e-6
@@ -165,6 +166,14 @@ def test_a_streamed_step_is_that_of_one_padded_batch(
         explained = 1 - errors.var(correction=0) / chosen.var(correction=0)
         assert metrics["explained_variance"] == pytest.approx(explained.item(), rel=1e-5)
         assert metrics["computed_tokens"] == wanted.mask.sum()
+
+
+def test_of_returns_that_differ_only_by_rounding_nothing_is_explained() -> None:
+    figures = StepFigures()
+    sums = {"value_tokens": 100, "return": 110, "return_squares": 121 + 3e-12, "value_error_squares": 1}
+    figures.count(sums.items())
+    metrics = metrics_of(figures.merged(SingleProcess(), step=1), divisor=1, applied=Applied(1, 1, moved=True))
+    assert metrics["explained_variance"] == 0
 
 
 @pytest.mark.parametrize(("whiten", "penalty"), [(False, 0), (True, 0), (False, 0.3)])

@@ -31,6 +31,8 @@ _SUMS = (
 _OF_VALUES = ("value_loss", "value_clip", "return", "return_squares", "value_error", "value_error_squares")
 _MAXIMA = ("ratio_max", "correction_max", "correction_least")
 """``correction_least`` is the smallest weight, negated."""
+_ROUNDING = 1e-9
+"""Variance of equal returns, relative to their mean square, that rounding can cause."""
 _MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
 
 
@@ -165,14 +167,17 @@ def critic_metrics(applied: Applied) -> dict[str, float]:
 
 
 def _values_of(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a critic from means over tokens: ``explained_variance`` is 1 - Var(R - V) / Var(R)."""
+    """Return the metrics of a critic from means over tokens.
+
+    ``explained_variance`` is 1 - Var(R - V) / Var(R), or 0 if the returns differ by no more than rounding errors.
+    """
     spread = means["return_squares"] - means["return"] ** 2
     unexplained = means["value_error_squares"] - means["value_error"] ** 2
     return {
         "value_loss": means["value_loss"],
         "value_clip": means["value_clip"],
         "return_mean": means["return"],
-        "explained_variance": 1 - unexplained / spread if spread > 0 else 0.0,
+        "explained_variance": 1 - unexplained / spread if spread > _ROUNDING * means["return_squares"] else 0.0,
     }
 
 
