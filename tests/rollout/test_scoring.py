@@ -16,9 +16,10 @@ from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.job import ClaimedGroup, Job
 from asyncflow.rollout.scoring import Scoring
+from asyncflow.rollout.worker import RolloutWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rollout_world import running_world, until
+from rollout_world import ANY, running_world, until
 
 
 @pytest.fixture
@@ -55,6 +56,32 @@ async def test_a_group_that_comes_apart_is_scored_whole_by_the_next_holder(world
     for row, ids in zip(rows, columns["response_ids"], strict=True):
         if (made := waiting.get(row.meta.key)) is not None and row.attempt:
             assert ids.tolist() == made.ids.tolist(), "the next holder goes on behind what was made"
+
+
+async def test_a_group_of_more_samples_than_may_be_undelivered_is_made_while_versions_change(world):
+    settings = {"reward": "rollout_reward:of_group", "swap_at": "sequence", "slots": 1, "tokens": 6, "token_s": 0.005}
+    worker = (await world.rollout("r0", **settings)).worker
+    await world.publish(0)
+    await world.put([0], step=1, oldest=0, newest=ANY, group=12)
+    for step in range(1, 10):
+        await until(lambda: worker.meter.delivered or made(worker) > step, "the next sample")  # noqa: B023
+        await world.publish(step)
+    rows, _ = await world.made(12)
+    assert [row.meta.tags["reward"] for row in rows] == [12.0] * 12
+
+
+def test_a_sample_that_awaits_its_group_is_no_backlog_until_the_group_is_scored() -> None:
+    jobs = jobs_of(3)
+    assert not any(job.awaits_group for job in jobs), "each is scored alone"
+    example = jobs[0].example([Message("assistant", "0")])
+    jobs[0].group.examples |= dict.fromkeys(jobs[:2], example)
+    assert [job.awaits_group for job in jobs] == [True, True, False]
+    jobs[0].group.examples[jobs[2]] = example
+    assert not any(job.awaits_group for job in jobs)
+
+
+def made(worker: RolloutWorker) -> int:
+    return sum(job.generated for job in worker._in_flight)
 
 
 class Together:

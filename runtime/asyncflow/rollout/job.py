@@ -126,6 +126,11 @@ class Job:
         return self.response is not None
 
     @property
+    def awaits_group(self) -> bool:
+        """True while the response waits for others of its group, with which it is scored, to be generated."""
+        return self in self.group.examples and len(self.group.examples) < len(self.group.jobs)
+
+    @property
     def purpose(self) -> Literal["train", "eval"]:
         """Purpose of the row."""
         return "eval" if self.row.meta.purpose == "eval" else "train"

@@ -65,8 +65,8 @@ _MOST_ROWS = 256
 class Claimer:
     """Claims rows for one purpose.
 
-    on_rows: receives the rows; parked: called when a claim finds no ready row; slots: of the engine; backlog: returns
-    the number of samples that are generated but not delivered.
+    on_rows: receives the rows; parked: called when a claim finds no ready row; slots: of the engine; backlog: see
+    ``InFlightTable.backlog``.
     """
 
     def __init__(
@@ -204,8 +204,11 @@ class InFlightTable:
         return iter(self._jobs)
 
     def backlog(self) -> int:
-        """Return the number of samples that are generated and not delivered."""
-        return sum(1 for job in self._jobs if job.generated)
+        """Return the number of samples that are generated and not delivered, without those that await their group.
+
+        The others of the group may wait for a swap, and the swap for a claim, which a large backlog prevents.
+        """
+        return sum(1 for job in self._jobs if job.generated and not job.awaits_group)
 
     def take(self, rows: Iterable[LeasedRow]) -> None:
         """Hold rows from a claim, and fetch their prompts."""
