@@ -257,7 +257,7 @@ def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
     ("function", "said"),
     [
         ("judges:absent", "has no function 'absent'"),
-        ("judges:narrow", "cannot be loaded: reward.function: 'judges:narrow' has no parameter response"),
+        ("judges:narrow", "cannot be loaded: spec.reward.function: 'judges:narrow' has no parameter response"),
         ("judges:unsaid", "must have exactly one of the parameters prompt"),
         ("broken:f", "No module named 'a_module_that_is_not_there' (broken.py:1)"),
         ("torn:f", "SyntaxError: expected ':' (torn.py:2)"),

@@ -34,7 +34,7 @@ HALF = {
 }
 
 
-def whole(weights: dict[str, PublishedSlice]) -> Iterator[tuple[str, Any]]:
+def full_tensors(weights: dict[str, PublishedSlice]) -> Iterator[tuple[str, Any]]:
     for name, part in weights.items():
         yield name, np.full(part.shape, 5, np.float32)
 
@@ -62,7 +62,7 @@ class Scene(SimpleNamespace):
         self.saver = Saver(
             SimpleNamespace(group=Rank(rank), shared=shared, write=self.write),  # type: ignore[arg-type]
             queue=SimpleNamespace(sync=self.sync, commit=self.commit),  # type: ignore[arg-type]
-            backend=SimpleNamespace(snapshot=self.snapshot, whole=whole),  # type: ignore[arg-type]
+            backend=SimpleNamespace(snapshot=self.snapshot, full_tensors=full_tensors),  # type: ignore[arg-type]
             publication=self.publication,  # type: ignore[arg-type]
             settings=SETTINGS,
             compute=compute,
