@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scoring_one import one
@@ -317,6 +318,16 @@ async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) 
     threads, *files = [result.detail for (result,) in results[3:]]
     assert "more than 256 threads" in threads
     assert all("wrote more than 8388608 bytes" in each for each in files)
+
+
+@pytest.mark.parametrize(("memory", "hides"), [(0, False), (4096, True)])
+def test_only_a_process_with_memory_can_hide_its_files(memory: int, hides: bool, tmp_path: Path, monkeypatch) -> None:
+    def refuse(folder: object) -> list[str]:
+        raise PermissionError(f"{folder} belongs to root")
+
+    monkeypatch.setattr(process.os, "listdir", refuse)
+    shown = SimpleNamespace(pid=1, status=lambda: "running", memory_info=lambda: SimpleNamespace(vms=memory))
+    assert process._is_full(tmp_path, [shown]) == hides, "the kernel frees the memory of an ending process first"
 
 
 async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:

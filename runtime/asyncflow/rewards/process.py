@@ -381,7 +381,7 @@ def _is_full(folder: Path, processes: Iterable[psutil.Process]) -> bool:
         try:
             deleted |= _deleted(process, folder)
         except PermissionError as error:
-            errors += [error] if _lives(process) else []
+            errors += [] if _is_ending(process) else [error]
     hides = any(isinstance(error, PermissionError) for error in errors)
     size, files = size + sum(deleted.values()), files + len(deleted)
     return hides or size > _MOST_SCRATCH_BYTES or files > _MOST_SCRATCH_FILES
@@ -400,11 +400,12 @@ def _deleted(process: psutil.Process, folder: Path) -> dict[int, int]:
     return found
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_ending(process: psutil.Process) -> bool:
+    """Return whether a process has lost its memory: from then on the kernel shows its files to root only."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return not process.memory_info().vms
     except psutil.NoSuchProcess:
-        return False
+        return True
 
 
 def _hidden(readable: Sequence[Path], *, run: Path | None) -> Iterator[Path]:
