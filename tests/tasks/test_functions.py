@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from asyncflow.data.base import Prompt
-from asyncflow.errors import ManifestError
+from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.process import adopt_orphans
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rpc.columns import Jagged
+from asyncflow.tasks.child import FunctionProcess
 from asyncflow.tasks.functions import TaskFunction
 from asyncflow.tasks.loading import check_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure
@@ -119,6 +120,19 @@ async def test_a_function_that_hangs_is_killed_at_its_deadline_with_what_it_star
     async with function("odd_hangs", timeout_s=0.5) as made:
         assert said(await made.compute(*batch(2))) == [[0], "timeout"]
     assert set(psutil.Process().children()) <= before, "no zombie either"
+
+
+async def test_a_process_that_does_not_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late(process: FunctionProcess) -> None:
+        raise DeadlineExceeded(f"process {process.pid}, killed, did not end")
+
+    async with function("lengths") as made:
+        (process,) = made._alive
+        process.kill()
+        with monkeypatch.context() as patch:
+            patch.setattr(FunctionProcess, "end", late)
+            assert said(await made.compute(*batch(1))) == [[0]]
+        await process.end()
 
 
 async def test_a_group_is_given_whole_or_not_at_all() -> None:

@@ -15,6 +15,7 @@ event loop never computes for a plain function; every process that is started he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,8 @@ class TaskFunction:
         try:
             if not process.usable:
                 self._alive.discard(process)
-                await process.end()
+                with contextlib.suppress(DeadlineExceeded):
+                    await process.end()
                 process = await self._add()
             return await process.call(rows, self._config, timeout=self._timeout_s)
         finally:
