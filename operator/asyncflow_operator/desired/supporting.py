@@ -9,8 +9,8 @@ Invariants: the manifest changes only when the spec changes, and is the same whi
 an existing WeightSync creates none. The address of a process exists as soon as the process does, ready or not: its
 peers must connect before it becomes ready, and the operator must reach it to learn why it is not ready. Pods have no
 rights at the API server. Only pods of the family and followers, which have a label, reach more than the port with
-metrics and status; for a queue without a job, all pods of its namespace do. Only the family reaches the processes of a
-store. Only the operator reaches the driver's port for orders; no other pod does, not even of the family.
+metrics and status; for a queue without a job, all pods of its namespace may call. Only the family reaches the processes
+of a store. Only the operator reaches the driver's port for orders; no other pod does, not even of the family.
 """
 
 from __future__ import annotations
@@ -176,13 +176,15 @@ def make_network_policy(
 
     It applies to all pods of the family except the driver and the processes of a store, which have
     ``make_driver_policy`` and ``make_store_policy``. watchers: namespaces of the operator and of monitoring; stores:
-    roles of a store; open_to_namespace: whether all pods of the namespace may connect, so that only certificates
-    restrict access.
+    roles of a store; open_to_namespace: whether all pods of the namespace may call, so that only certificates restrict
+    access; the family alone reaches the data ports of the store's clients, which are storage units.
     """
-    peers = [{"podSelector": {}}] if open_to_namespace else [*_family(family), _followers(family)]
+    peers: list[Manifest] = [{"from": [*_family(family), _followers(family)]}]
+    if open_to_namespace:
+        peers = [{"from": _family(family)}, {"from": [{"podSelector": {}}], "ports": _ports("rpc", "http")}]
     others = [{"key": LABEL_ROLE, "operator": "NotIn", "values": ["driver", *stores]}]
     selector = {"matchLabels": dict(family.selector), "matchExpressions": others}
-    return _ingress_policy(family, family.name, selector, {"from": peers}, *_watcher_rules(watchers))
+    return _ingress_policy(family, family.name, selector, *peers, *_watcher_rules(watchers))
 
 
 def make_driver_policy(family: Family, *, watchers: Sequence[str], operator: str) -> Manifest:

@@ -72,7 +72,11 @@ def test_the_ledger_lies_on_its_claim(desired: Desired, queue_state: QueueStates
 
 def test_any_pod_of_its_namespace_may_dial_it(desired: Desired, queue_state: QueueStates):
     policy = next(each for each in desired.queue_supporting(queue_state()) if each["kind"] == "NetworkPolicy")
-    assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": {}}]}
+    own = {"podSelector": {"matchLabels": {"asyncflow.dev/queue": "shared"}}}
+    inside, outside, *_ = policy["spec"]["ingress"]
+    assert inside == {"from": [own]}
+    assert outside["from"] == [{"podSelector": {}}]
+    assert [port["port"] for port in outside["ports"]] == ["rpc", "http"], "not the data ports of a unit's store client"
 
 
 def test_only_its_own_pods_may_dial_its_store(desired: Desired, queue_state: QueueStates):
