@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
 from asyncflow.data.put import PutPrompts, PutSource
-from asyncflow.driver.dispatch import Dispatcher, PromptColumns, require_trained, restore
+from asyncflow.driver.dispatch import Dispatcher, PromptColumns, require_put, restore
 from asyncflow.driver.tasks import TRAIN, tasks_of
 from asyncflow.errors import ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
@@ -139,13 +139,16 @@ def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> 
     assert made.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS
 
 
-def test_a_ledger_without_the_trained_prompts_was_lost() -> None:
+def test_a_ledger_without_the_prompts_that_were_put_was_lost_even_before_the_first_step() -> None:
     puts = Puts()
-    run(dispatcher(puts, LONG))
-    require_trained(puts.snapshot(), prompts=PER_STEP * STEPS)
-    puts.groups = puts.groups[-1:]
-    with pytest.raises(Refused, match=r"12 prompts were trained, and it has .: it was lost"):
-        require_trained(puts.snapshot(), prompts=PER_STEP * STEPS)
+    made, again = dispatcher(puts, LONG), dispatcher(puts, LONG)
+    run(made)
+    restore(again.assignment, puts.snapshot())
+    again.count_skipped(puts.snapshot().skipped)
+    assert made.acknowledged == again.acknowledged == PER_STEP * STEPS
+    require_put(puts.snapshot(), prompts=made.acknowledged)
+    with pytest.raises(Refused, match="12 prompts were put, and it has 0: it was lost"):
+        require_put(Puts().snapshot(), prompts=made.acknowledged)
 
 
 @pytest.mark.parametrize("killed_after", range(0, 12, 3))

@@ -191,6 +191,11 @@ class Dispatcher:
                 await self.changed()
 
     @property
+    def acknowledged(self) -> int:
+        """Number of prompts whose rows the queue has acknowledged, to this driver or to earlier ones."""
+        return self.assignment.issued - len(self._issued) - self.skipped
+
+    @property
     def lacks_prompts(self) -> bool:
         """True if the next prompt is needed and the source does not have it yet."""
         return self.assignment.waits_for_prompt(self.prompts.prompter.source.available)
@@ -308,11 +313,11 @@ def restore(assignment: PromptAssignment, snapshot: PartitionSnapshot) -> None:
     )
 
 
-def require_trained(snapshot: PartitionSnapshot, *, prompts: int) -> None:
-    """Raise Refused if the ledger has fewer than the trained ``prompts``, so it was lost. The driver cannot continue
-    then; its next attempt starts with what the ledger has.
+def require_put(snapshot: PartitionSnapshot, *, prompts: int) -> None:
+    """Raise Refused if the ledger has fewer than the ``prompts`` that were put, so it was lost. The driver cannot
+    continue then; its next attempt starts with what the ledger has.
     """
     known = snapshot.next_serial - len(snapshot.missing)
     if known < prompts:
         hint = "On a cluster, set storage.ledger.claim: without it the ledger is lost with the controller's pod"
-        raise Refused(f"{prompts} prompts were trained, and it has {known}: it was lost", where="ledger", hint=hint)
+        raise Refused(f"{prompts} prompts were put, and it has {known}: it was lost", where="ledger", hint=hint)

@@ -28,7 +28,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.put import PromptsThere, PutPrompts
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns, require_trained, restore
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns, require_put, restore
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
@@ -469,8 +469,8 @@ class Driver:
                 self.members.best = best_of(self.progress.evaluations, by=by)
             stats = await self.queue.stats(timeout=CALL_TIMEOUT_S)
             if self._stats is not None and stats.ledger_bytes < self._stats.ledger_bytes:
-                snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
-                require_trained(snapshot, prompts=self.progress.done * self.assignment.prompts_per_step)
+                prompts = self._dispatcher.acknowledged
+                require_put(await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S), prompts=prompts)
             self._stats = stats
             if stats.committed != committed:
                 await self._ending.committed()

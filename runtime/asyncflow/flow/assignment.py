@@ -75,6 +75,11 @@ class PromptAssignment:
         return available is not None and wanted and self.next_serial >= available
 
     @property
+    def issued(self) -> int:
+        """Number of serials that were issued, by this driver or by earlier ones."""
+        return self.next_serial - len(self._missing)
+
+    @property
     def full(self) -> bool:
         """Return whether every step had its prompts at the last call of ``issue``."""
         return self._lowest > self.steps
