@@ -114,10 +114,17 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
-        resumes = "starts the job again" if _cannot_resume(spec) else "resumes the job from the checkpoint"
-        draft.note("Suspended", f"All pods are deleted; suspend: false {resumes}")
+        draft.note("Suspended", f"All pods are deleted; suspend: false {_on_resume(spec)}")
     _set_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
+
+
+def _on_resume(spec: RLJobSpec) -> str:
+    if not _cannot_resume(spec):
+        return "resumes the job from the checkpoint"
+    if spec.storage.checkpoints.claim is not None:
+        return "starts the job again, which fails while the claim has checkpoints"
+    return "starts the job again"
 
 
 def _cannot_resume(spec: RLJobSpec) -> str:

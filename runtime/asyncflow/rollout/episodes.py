@@ -6,8 +6,8 @@
 Invariants: the environment receives the prompt and the transcript, which is read from the response's tokens, and keeps
 no state between requests. A sample is therefore a function of its row, the settings and the weights, and the next
 holder of the row continues exactly as the previous one would have. An aborted turn is handed on without its last token,
-which the next holder makes again, as for any response. An observation of megabytes is tokenised in a thread: seconds
-without heartbeats would count as the end of the instance.
+which the next holder makes again, as for any response. Observations are tokenised in a thread: one of megabytes
+takes seconds, and seconds without heartbeats count as the end of the instance.
 """
 
 from __future__ import annotations

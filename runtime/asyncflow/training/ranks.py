@@ -394,14 +394,15 @@ class HostProcessGroup:
                 "trainer.gather", share, GatherReply, timeout=_ANSWER_S, frames=[content]
             )
 
-        seen, missing = None, list[int]()
+        seen, missing, failure = None, list[int](), None
         until = self._loop.time() + self._patience_s
         while not missing or self._loop.time() <= until:
             try:
                 shares, frames = await retry(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
-            except DeadlineExceeded:
+            except DeadlineExceeded as error:
                 if not missing:
                     raise
+                failure = error
                 break
             if frames or shares.left:
                 return shares, frames
@@ -413,4 +414,4 @@ class HostProcessGroup:
             "made no progress",
             where="trainer",
             hint="The rank hangs, or its process or machine is stopped: see its log",
-        )
+        ) from failure

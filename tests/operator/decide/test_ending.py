@@ -46,23 +46,33 @@ def test_a_suspended_job_has_saved_and_released_everything():
 
 
 @pytest.mark.parametrize(
-    ("missing", "type_", "end"),
+    ("missing", "type_", "end", "resumes"),
     [
-        ([], "Normal", "deleted"),
-        (["checkpoints"], "Warning", "without storage.checkpoints.claim"),
-        (["ledger", "checkpoints"], "Warning", "without storage.ledger.claim and storage.checkpoints.claim"),
+        ([], "Normal", "deleted", "resumes the job from the checkpoint"),
+        (["checkpoints"], "Warning", "without storage.checkpoints.claim", "starts the job again"),
+        (["ledger"], "Warning", "without storage.ledger.claim", "which fails while the claim has checkpoints"),
+        (
+            ["ledger", "checkpoints"],
+            "Warning",
+            "without storage.ledger.claim and storage.checkpoints.claim",
+            "starts the job again",
+        ),
     ],
 )
-def test_a_job_that_loses_its_progress_is_suspended_with_a_warning(missing: list[str], type_: str, end: str):
+def test_a_job_that_loses_its_progress_is_suspended_with_a_warning(
+    missing: list[str], type_: str, end: str, resumes: str
+):
     storage = {name: each for name, each in CLAIMS.items() if name not in missing}
     state = JobState(
         owner=Owner(kind="RLJob", namespace="team", name="demo", uid="u"),
         job=job_of(storage=storage, suspend=True),
         status=JobStatus(phase="Running"),
     )
-    note = decide_job(state, now=START, desired=DESIRED).notes[0]
+    note, suspended = decide_job(state, now=START, desired=DESIRED).notes
     assert (note.reason, note.type) == ("Suspending", type_)
     assert note.message.endswith(end)
+    assert suspended.reason == "Suspended"
+    assert suspended.message.endswith(resumes)
 
 
 @pytest.mark.parametrize(("phase", "heard"), [("Paused", True), ("Running", False)])

@@ -169,7 +169,8 @@ class _Open:
         complete = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
         ids = self.ids[:complete][: self._certain]
         # vLLM does not detect a stop text that begins in the part that another engine made.
-        if self._stops is not None and (end := self._end(ids[: self._stops.window])) is not None:
+        continued = len(self.request.continues) > self.request.turn
+        if self._stops is not None and continued and (end := self._end(ids[: self._stops.window])) is not None:
             ids = ids[: end - 1]
         return self.request.continues.extended_by(_completion_of(ids, self._content, self.marks, finish="aborted"))
 
