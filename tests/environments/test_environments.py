@@ -73,6 +73,7 @@ async def test_an_environment_that_hangs_is_ended_and_the_next_question_is_answe
     asked = [example("a", prompt="hang"), example("a", prompt="end")]
     hung, ended = await answers("played:mood", asked, timeout_seconds=0.5)
     assert (hung.failure, ended) == ("timeout", EnvironmentAnswer(None))
+    assert hung.detail == "the environment: a call took longer than environment.timeoutSeconds, 0.5 s"
 
 
 async def test_an_object_is_made_again_from_the_transcript_for_each_question() -> None:

@@ -122,6 +122,7 @@ async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: 
         assert outcomes(scores) == [4.0, *["timeout"] * 3, *[1.0] * 8, "raised", "invalid", "raised"]
         assert pool.workers == 1
         assert scores[0].details == b'{"most":15}'
+        assert scores[1].detail == "a call took longer than reward.timeoutSeconds, 5 s"
 
 
 @pytest.mark.parametrize(("bad", "failure"), [("hang", "timeout"), ("exit", "died")])

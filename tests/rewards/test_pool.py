@@ -186,6 +186,7 @@ async def test_a_stuck_sample_is_killed_at_its_deadline_with_all_that_it_started
     pid = int((await one(pool, example("pid"))).value)
     result = await one(pool, example("fork"))
     assert (result.value, result.failure) == (0.0, "timeout")
+    assert result.detail == "a call took longer than reward.timeoutSeconds, 1 s"
     left = [process for process in psutil.process_iter() if _in_group(process, pid)]
     assert (await one(pool, example("x", "x"))).value == 1.0
     await pool.close()

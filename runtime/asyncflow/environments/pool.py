@@ -74,6 +74,7 @@ class EnvironmentPool:
             min_workers=reward.workers.min,
             max_workers=reward.workers.max,
             timeout_s=spec.timeout_seconds,
+            timeout_field="environment.timeoutSeconds",
             start_timeout_s=reward.start_seconds,
         )
         self._pool = RewardPool(environment_process(spec, reward, workdir=workdir, run=run), limits)

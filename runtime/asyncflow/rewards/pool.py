@@ -32,14 +32,15 @@ _GATHER_S: Final = 0.01
 class PoolLimits:
     """Sizes and deadlines of a pool.
 
-    min_workers, max_workers: number of processes; timeout_s: seconds that one call may take; start_timeout_s: seconds
-    that a process may take to load the function; batch: most samples of one call, for a function that takes batches;
-    calls: most concurrent calls in a process, for a concurrent function.
+    min_workers, max_workers: number of processes; timeout_s: seconds that one call may take; timeout_field: the field
+    that sets them; start_timeout_s: seconds that a process may take to load the function; batch: most samples of one
+    call, for a function that takes batches; calls: most concurrent calls in a process, for a concurrent function.
     """
 
     min_workers: int = 1
     max_workers: int = 8
     timeout_s: float = 10.0
+    timeout_field: str = "reward.timeoutSeconds"
     start_timeout_s: float = 60.0
     batch: int = 16
     calls: int = 64
@@ -237,13 +238,21 @@ class RewardPool:
         except (DeadlineExceeded, PeerLost) as error:
             shared = worker.open > 1
             worker.end("was ended, because a call in it took too long")
-            failure: Failure = "timeout" if isinstance(error, DeadlineExceeded) else "died"
-            return _CallResult(_failed(failure, str(error), examples), failed=True, shared=shared)
+            late = isinstance(error, DeadlineExceeded)
+            scores = self._late(examples) if late else _failed("died", str(error), examples)
+            return _CallResult(scores, failed=True, shared=shared)
         except ValueError as error:
             return _CallResult(_failed("raised", str(error), examples), failed=True)
+        if answer.failure == "timeout":
+            return _CallResult(self._late(examples), failed=True)
         if answer.failure:
             return _CallResult(_failed(answer.failure, answer.detail, examples), failed=True)
         return _CallResult(answer.scores)
+
+    def _late(self, examples: Sequence[Example]) -> list[Score]:
+        """Return the scores of a call that took too long."""
+        limits = self._limits
+        return _failed("timeout", f"a call took longer than {limits.timeout_field}, {limits.timeout_s:g} s", examples)
 
     async def _take(self) -> RewardProcess:
         while True:
