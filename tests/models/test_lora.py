@@ -1,6 +1,7 @@
 """Adapters as tensors: which layers they belong to, what they make of weights, and the folder that peft reads."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_merged_weights_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
     assert all((again[name] is weights[name]) == (name.removesuffix(".weight") not in ADAPTED) for name in weights)
 
 
-def test_the_command_writes_the_merged_model(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_merged_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = adapters_for(folder)
     export_adapters(adapters, LORA, base=str(folder), target=tmp_path / "export")
     merge_folder(tmp_path / "export", tmp_path / "whole")
@@ -91,8 +92,10 @@ def test_the_command_writes_the_merged_model(folder: Path, tmp_path: Path) -> No
         np.testing.assert_allclose(parameter.detach().numpy(), expected[name], atol=1e-6)
     with pytest.raises(ManifestError, match="exists"):
         merge_folder(tmp_path / "export", tmp_path / "whole")
-    with pytest.raises(ManifestError, match=r"no adapter_config\.json"):
-        merge_folder(folder, tmp_path / "other")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "peft", None)  # a wrong folder is refused before the slow import
+        with pytest.raises(ManifestError, match=r"no adapter_config\.json"):
+            merge_folder(folder, tmp_path / "other")
     (folder / "config.json").unlink()
     with pytest.raises(ManifestError, match=r"base has no config\.json"):
         merge_folder(tmp_path / "export", tmp_path / "other")

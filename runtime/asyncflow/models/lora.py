@@ -162,12 +162,12 @@ def merge_folder(adapters: Path, target: Path) -> Path:
     where = "model merge"
     if target.exists():
         raise ManifestError(f"{target} exists", where=where, hint="Remove it first, or pass another folder")
+    if not (adapters / _CONFIG).is_file():
+        raise ManifestError(f"there is no {_CONFIG}", where=str(adapters), hint="Pass the export of a job with lora")
     try:
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise ManifestError(str(error), where=where, hint=INSTALL) from error
-    if not (adapters / _CONFIG).is_file():
-        raise ManifestError(f"there is no {_CONFIG}", where=str(adapters), hint="Pass the export of a job with lora")
     try:
         named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
         base = materialize_config(named if named.startswith("/") else f"hf://{named}", target)
