@@ -576,7 +576,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
     except OSError as error:
-        number, path = error.errno or 0, error.filename
+        number, path = error.errno or 0, error.filename or (None if os.stat(".").st_nlink else "the working directory")
         if (hint := _DISK_HINTS.get(number)) is not None:
             return _refuse(f"{path or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
         if path is None or (hint := _PATH_HINTS.get(number)) is None:

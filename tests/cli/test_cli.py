@@ -199,6 +199,13 @@ def test_a_path_that_cannot_be_used_is_refused(arguments, said, manifest, monkey
     assert f"{said}. Use another path" in err
 
 
+def test_a_working_directory_that_was_removed_is_refused(manifest, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working directory: No such file or directory. Use another" in refused(capsys, "validate", manifest)
+
+
 def test_a_folder_without_rights_to_it_is_refused(monkeypatch, capsys):
     def denied(_path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/ledger")
