@@ -268,7 +268,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], output: int, release: i
     setproctitle.setproctitle(" ".join(argv))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None and (threads := env.get("OMP_NUM_THREADS")):
+    threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are of nested parallel regions
+    if (torch := sys.modules.get("torch")) is not None and threads.isdecimal():
         torch.set_num_threads(int(threads))
     sys.argv = list(argv[2:])
     try:
