@@ -45,6 +45,23 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper, tmp_
     assert [folder.exists() for folder in made] == [False, True, True]
 
 
+def test_a_member_that_ends_and_is_waited_for_just_before_its_signal_does_not_stop_a_sweep(sleeper, monkeypatch):
+    others = [sleeper(env={}, start_new_session=True) for _ in range(2)]
+    belongs = reaper._belongs
+
+    def ends(pid, mark, sessions):
+        belonged = belongs(pid, mark, sessions)
+        if belonged and pid == others[0].pid and next(looks):
+            others[0].kill()
+            others[0].wait()
+        return belonged
+
+    looks = iter([False, True])  # the second look is the last before the signal
+    monkeypatch.setattr(reaper, "_belongs", ends)
+    assert reaper.sweep(mark=None, sessions={each.pid for each in others}) == []
+    assert others[1].wait(5) == -9
+
+
 def test_a_full_disk_on_which_no_folder_can_be_temporary_does_not_stop_a_sweep(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)

@@ -72,7 +72,8 @@ def kill(*, mark: str | None, sessions: Collection[int]) -> dict[int, int]:
         except ProcessLookupError:
             continue
         if _belongs(pid, mark, sessions):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             killed[pid] = pidfd
         else:
             os.close(pidfd)
