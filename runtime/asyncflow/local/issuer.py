@@ -26,7 +26,8 @@ from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 
-_RENEW_S = 3600.0
+_RENEW_S = 60.0
+"""Seconds between two checks for a new period; few, since they do not pass while the machine sleeps."""
 
 
 class Issuer:
