@@ -174,7 +174,7 @@ def test_a_gang_that_can_never_be_started_ends_the_run_and_says_why(start):
     run = start(driver={}, trainer={"replicas": 3, "gang": True, "restarts": 1, "missing": {"0": 99}})
     assert run.wait() == 1
     said = run.said()
-    assert "trainer-0 ended with exit status 127 and all 1 restarts" in said
+    assert "trainer-0 cannot be started (No such file or directory), and all 1 restarts" in said
     assert "Traceback" not in said
 
 

@@ -161,6 +161,7 @@ class Supervisor:
         self._http: dict[LocalReplica, str] = {}
         self._logs: dict[LocalReplica, RoleLog] = {}
         self._running: dict[LocalReplica, _Running] = {}
+        self._unstartable: dict[LocalReplica, OSError] = {}
         self._imports = imports
         self._forks: ForkServer | None = None
         self._due: list[tuple[Start, Launch]] = []
@@ -365,6 +366,7 @@ class Supervisor:
             self._cannot_start(start, error)
             return
         self._watchdog.add(process.pid)
+        self._unstartable.pop(replica, None)
         self._running[replica] = _Running(process, attempt)
         self._started[replica] = _now()
         self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
@@ -378,6 +380,7 @@ class Supervisor:
             return None
 
     def _cannot_start(self, start: Start, error: OSError) -> None:
+        self._unstartable[start.replica] = error
         self._logs[start.replica].note(f"cannot be started: {error}")
         self._handle_end(start.replica, ExitStatus(status=CANNOT_START), start.attempt, wanted=False)
 
@@ -422,6 +425,9 @@ class Supervisor:
             hint = "Set limits.activeDeadlineSeconds higher, and continue with --resume"
             return DeadlineExceeded(result.reason, where=str(self._folder.path), hint=hint)
         log = self._logs[result.culprit]
+        if (error := self._unstartable.get(result.culprit)) is not None:
+            what = f"{result.culprit} cannot be started ({error.strerror or error}), and {result.reason}"
+            return RoleFailed(what, where=str(log.path), hint="Remove the cause, and continue with --resume")
         last = "".join(f"\n    {line}" for line in log.tail())
         hint = f"Its last log lines:{last}" if last else "It has written nothing to its log"
         return RoleFailed(
