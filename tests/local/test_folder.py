@@ -4,6 +4,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from asyncflow.data.sources import CACHE
 from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
 from asyncflow.local import folder as folders
+from asyncflow.local import reaper
 from asyncflow.local.folder import (
     Placed,
     Record,
@@ -168,6 +170,19 @@ def test_a_start_that_fails_halfway_leaves_nobody_holding_the_folder(tmp_path):
         RunFolder.claim(tmp_path)
     (tmp_path / "logs").unlink()
     RunFolder.claim(tmp_path).release()
+
+
+@pytest.mark.parametrize("comes_by", [shutil.copytree, shutil.move])
+def test_processes_of_a_killed_run_are_ended_but_not_those_of_the_run_of_which_the_folder_is_a_copy(tmp_path, comes_by):
+    path, mark = begun(tmp_path / "run"), uuid.uuid4().hex
+    lock = (path / "run" / "lock").stat().st_ino
+    Record(mark=mark, lock=lock, supervisor=1, started="", driver="", http="").save(processes_of(path))
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, reaper.MARK: mark}) as left:
+        comes_by(path, tmp_path / "other")
+        RunFolder.claim(tmp_path / "other", resume=True).release()
+        ended = left.poll()
+        left.kill()
+    assert ended == (None if comes_by is shutil.copytree else -9)
 
 
 def test_attempts_of_an_earlier_run_are_never_given_again(tmp_path):

@@ -109,9 +109,10 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """All replicas placed by one supervisor.
 
-    mark: mark of the run in its processes' environment; supervisor: its pid; driver: address to which all processes
-    connect; http: URL of the first replica's status; control: URL of the driver's control service, "" without a driver;
-    scales: wanted numbers of replicas of elastic roles.
+    mark: mark of the run in its processes' environment; lock: inode number of the folder's lock, which a copy of the
+    folder does not share; supervisor: its pid; driver: address to which all processes connect; http: URL of the first
+    replica's status; control: URL of the driver's control service, "" without a driver; scales: wanted numbers of
+    replicas of elastic roles.
     """
 
     mark: str
@@ -120,6 +121,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     driver: str
     http: str
     control: str = ""
+    lock: int = 0
     processes: list[Placed] = []
     scales: list[Scale] = []
 
@@ -577,9 +579,9 @@ def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
 def _end_predecessor(path: Path) -> None:
     """End the processes that the folder's last supervisor, which has ended, left running; rename a damaged record."""
     record, file = load_record(path), processes_of(path)
-    if record is not None:
+    if record is not None and record.lock == (path / "run" / "lock").stat().st_ino:
         reaper.sweep(mark=record.mark, sessions=())
-    elif file.exists():
+    elif record is None and file.exists():
         aside = file.with_name(f"{file.name}{ASIDE}")
         _log.warning("the record of placements is damaged, see %s; used attempts are read from the logs", aside)
         with contextlib.suppress(OSError):

@@ -150,6 +150,7 @@ class Supervisor:
         self._table = ProcessTable(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(
             mark=uuid.uuid4().hex,
+            lock=os.fstat(folder.lock).st_ino,
             supervisor=os.getpid(),
             started=_now(),
             driver=driver,
