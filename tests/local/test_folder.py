@@ -291,9 +291,12 @@ def prompted(path: Path) -> None:
     (path / journal.PROMPTS).write_text("{}\n")
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path, fresh):
+@pytest.mark.parametrize(
+    ("fresh", "made"), [(False, "processes.json"), (True, "processes.json"), (False, "overrides.json")]
+)
+def test_the_next_start_takes_the_place_of_one_from_which_nothing_came(tmp_path, fresh, made):
     path, elsewhere = without_progress(tmp_path / "run"), tmp_path / "elsewhere"
+    (path / "run" / "processes.json").rename(path / "run" / made)  # without it: killed before a process was started
     (path / "notes.txt").write_text("mine")
     (path / "ledger").rename(elsewhere)
     (path / "ledger").symlink_to(elsewhere)

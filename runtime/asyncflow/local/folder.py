@@ -477,7 +477,7 @@ def holds_run(path: Path) -> bool:
 
 def _is_failed_start(path: Path) -> bool:
     """Return whether a supervisor has started a job at ``path`` that made no progress that could be lost."""
-    started = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
+    started = any(file.is_file() for file in (processes_of(path), overrides_of(path))) and (path / JOB).is_file()
     return started and not _has_progress(path)
 
 
