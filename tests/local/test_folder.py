@@ -23,6 +23,7 @@ from asyncflow.local.folder import (
     load_record,
     open_log,
     processes_of,
+    record_of,
     saved_overrides,
 )
 from asyncflow.local.lifecycle import LocalReplica
@@ -227,8 +228,9 @@ def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_
 
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
     processes_of(tmp_path).mkdir(parents=True)
-    with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
-        load_record(tmp_path)
+    for load in (load_record, record_of):
+        with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
+            load(tmp_path)
 
 
 def test_a_log_that_the_disk_does_not_take_or_give_costs_lines_and_ends_nobody(tmp_path):

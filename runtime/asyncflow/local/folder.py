@@ -455,7 +455,7 @@ def requests_of(path: Path) -> Path:
 
 def record_of(path: Path) -> Record:
     """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError if none does."""
-    if _is_held(path) and (record := load_record(path)) is not None:
+    if (record := load_record(path)) is not None and _is_held(path):
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Pass the folder of a run"
     for alone in (path / QUEUE, path / SYNC):
