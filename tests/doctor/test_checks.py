@@ -253,7 +253,7 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
         (
             "tail",
             evidence("schedule.swapAt=quota", causes={"rollout": {"tail": 25.0}}, lived={"rollout": 100.0}),
-            ", or swapAt: sequence",
+            "schedule.maxStaleness: 2 (with swapAt: sequence, stalenessThreshold: 2)",
         ),
         (
             "rewards-fail",
@@ -275,7 +275,7 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
         ("kl-runaway", FAR, "algorithm.kl.coefficient: 1 instead of 0.1, or use a horizon below 100"),
         ("kl-runaway", FAR_IN_REWARD, "0.2 nats a token in the median of the last 5 steps, 10.0 times"),
         ("few-effective", PAIRS["few-effective"][0], "or a smaller bound (algorithm.correction.high)"),
-        ("few-effective", MASKED, "schedule.maxStaleness below 1, or wider bounds (algorithm.correction)"),
+        ("few-effective", MASKED, "schedule: {mode: sync}, or wider bounds (algorithm.correction)"),
     ],
 )
 def test_advice_is_worked_out(name: str, found: Evidence, advice: str) -> None:
@@ -344,6 +344,36 @@ def test_of_each_role_that_is_lost_the_fields_are_named(role: str) -> None:
     assert unknown_fields(finding.change) == []
     assert f"logs/{role}-*.log" in finding.change
     assert "failurePolicy." in finding.change
+
+
+STALL = {"lines": steps(wait=0.5, publish_s=0.2, staleness_start_max=4)}
+SLOW = {"pull_seconds_count": 10.0, "pull_seconds_sum": 50.0, "swap_seconds_count": 10.0, "swap_seconds_sum": 20.0}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "{mode: sync, update: sync, maxStaleness: 0}",
+        "{mode: periodic}",
+        "{mode: async, update: delayed, swapAt: quota, deterministic: true}",
+        "{mode: async, update: delayed, swapAt: quota, maxStaleness: 3}",
+        "{mode: async, swapAt: sequence}",
+        "{mode: async, swapAt: token, update: staggered, syncEvery: 3, maxStaleness: 4, stalenessThreshold: 0.5}",
+    ],
+)
+def test_a_schedule_that_is_advised_is_valid_and_another_one(schedule: str) -> None:
+    idle = {"causes": {"rollout": {"tail": 50.0}}, "lived": {"rollout": 100.0}}
+    ill = evidence(f"schedule={schedule}", **STALL, **rollout(busy=0.5, **SLOW), **idle)
+    found = {each.name: each.change for each in examine(ill)}
+    assert {"taking-turns", "tail", "publication-stall", "swap-stall", "slow-link"} <= set(found)
+    for name, change in found.items():
+        for advised in re.findall(r"schedule\.(\w+: [\w.]+(?: \([^)]*\))?)", change):
+            pairs = re.findall(r"(\w+): ([\w.]+)", advised)
+            values = [f"schedule.{field}={value}" for field, value in pairs]
+            changed = evidence(f"schedule={schedule}", *values).spec.schedule
+            assert changed != ill.spec.schedule
+            if name in ("tail", "taking-turns"):
+                assert changed.ahead > ill.spec.schedule.ahead
 
 
 def test_processes_that_were_told_to_leave_are_not_lost() -> None:

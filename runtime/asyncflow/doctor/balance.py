@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
+from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.doctor.evidence import Evidence
 from asyncflow.doctor.finding import Words, percent, seconds
 from asyncflow.flow import scaling
@@ -28,7 +30,8 @@ PUBLISHES = 0.1
 SWAPS = 0.1
 """Share of their time for which rollouts pause to change weights."""
 SLOW_LINK = 0.8
-"""Seconds of the transfer of a version, in steps: above it the next version exists before the transfer ends."""
+"""Seconds of the transfer of a version as a share of the time between two publications: above it the next version
+exists before the transfer ends."""
 REWARDS, REWARDS_WELL, REWARD_OF_STEP = 0.2, 0.05, 0.05
 """Share of their time for which rollouts wait for rewards, the recommended share, and the minimum mean duration of a
 reward, in steps, that can be the cause."""
@@ -92,9 +95,9 @@ def taking_turns(evidence: Evidence) -> Words | None:
         f"{_by_cause(evidence, 'rollout')}"
     )
     if schedule.mode == "sync":
-        change = "schedule.mode: async with update: delayed and maxStaleness: 1"
-        return Words("trainer and rollouts take turns: the schedule is synchronous", f"{why}: {gain}", change)
-    limit = schedule.max_staleness
+        what = "trainer and rollouts take turns: the schedule is synchronous"
+        return Words(what, f"{why}: {gain}", _staler(schedule))
+    limit = schedule.lag
     stale = evidence.values("staleness_start_max")
     at = sum(value >= limit for value in stale) / len(stale)
     if at < AT_LIMIT:
@@ -102,8 +105,7 @@ def taking_turns(evidence: Evidence) -> Words | None:
     return Words(
         "rollouts wait at the limit of staleness, and the trainer is starved",
         f"{why}; {percent(at)} of the steps have samples of the maximum staleness ({limit}): {gain}",
-        f"schedule.maxStaleness: {limit + 1} instead of {limit}; if the lengths of responses differ much, "
-        "swapAt: sequence or token instead of quota",
+        _staler(schedule),
     )
 
 
@@ -148,27 +150,31 @@ def publication_stall(evidence: Evidence) -> Words | None:
         return None
     durations = evidence.values("publication_s", 100)
     mean = f"; one takes {seconds(statistics.fmean(durations))}" if durations else ""
+    every = evidence.spec.schedule.sync_every
     return Words(
         f"the trainer waits {percent(share)} of its time for publications",
         f"a step takes {seconds(evidence.step_s or 0.0)}{mean}: a version is not yet copied when the next one is ready",
-        "weightSync.dtype: bfloat16 (half the bytes), or schedule.syncEvery: 2 if swapAt is not quota",
+        f"{_narrower(evidence, ' (half the bytes), or ')}{_publishing_every(2 * every, evidence.spec.schedule)}",
     )
 
 
 def slow_link(evidence: Evidence) -> Words | None:
-    """Find versions whose transfer takes longer than a step."""
+    """Find versions whose transfer takes longer than the next one takes to follow."""
     pulls, step = evidence.mean("rollout", "pull_seconds"), evidence.step_s
-    if pulls is None or step is None or pulls[1] < FEWEST_STEPS or pulls[0] < SLOW_LINK * step:
+    every = evidence.spec.schedule.sync_every
+    if pulls is None or step is None or pulls[1] < FEWEST_STEPS or pulls[0] < SLOW_LINK * every * step:
         return None
     mean, count = pulls
+    delta = "" if evidence.spec.weight_sync.delta else "delta: true sends only changes, "
+    fewer = _publishing_every(math.ceil(mean / (SLOW_LINK / 2 * step)), evidence.spec.schedule)
     size = evidence.figure("rollout", "pulled_bytes_total") / count
     return Words(
         "weights are transferred too slowly for the pace of the steps",
         f"a rollout takes {seconds(mean)} to receive a version ({size / 1e6:.3g} MB, so {size / mean / 1e6:.3g} MB/s), "
-        f"and a step takes {seconds(step)}: a version is outdated when it arrives",
-        f"{_link(evidence)}at least {size / (SLOW_LINK / 2 * step) / 1e6:.3g} MB/s are needed for half of the allowed "
-        "time; weightSync.dtype: bfloat16 halves the bytes, delta: true sends only changes, schedule.syncEvery: "
-        f"{math.ceil(mean / (SLOW_LINK / 2 * step))} publishes no more often than versions arrive",
+        f"and a version follows after {seconds(every * step)}: a version is outdated when it arrives",
+        f"{_link(evidence)}at least {size / (SLOW_LINK / 2 * every * step) / 1e6:.3g} MB/s are needed for half of the "
+        f"allowed time; {_narrower(evidence, ' halves the bytes, ')}{delta}{fewer} publishes no more often than "
+        "versions arrive",
     )
 
 
@@ -180,11 +186,12 @@ def swap_stall(evidence: Evidence) -> Words | None:
     mean, count = swaps
     if (share := mean * count / lived) < SWAPS:
         return None
+    schedule = evidence.spec.schedule
+    staggered = f"{_staggered(schedule)}, so that some rollouts continue meanwhile, or "
     return Words(
         f"rollouts pause {percent(share)} of their time to change weights",
         f"{count} changes took {seconds(mean)} each, {seconds(mean * count)} of {seconds(lived)} of all rollouts",
-        "schedule.update: staggered, so that some rollouts continue meanwhile, or schedule.syncEvery: 2 with "
-        "swapAt: sequence",
+        ("" if schedule.update == "staggered" else staggered) + _publishing_every(2 * schedule.sync_every, schedule),
     )
 
 
@@ -215,15 +222,11 @@ def tail(evidence: Evidence) -> Words | None:
     lived, idle = evidence.lived.get("rollout", 0.0), evidence.causes.get("rollout", {}).get("tail", 0.0)
     if lived <= 0 or len(evidence.timed) < FEWEST_STEPS or (share := idle / lived) < TAIL:
         return None
-    schedule = evidence.spec.schedule
-    change = f"schedule.maxStaleness: {schedule.max_staleness + 1} instead of {schedule.max_staleness}"
-    if schedule.swap_at == "quota":
-        change += ", or swapAt: sequence, so that prompts of the next step start meanwhile"
     return Words(
         f"rollouts wait {percent(share)} of their time for the longest responses of a step",
         f"{seconds(idle)} of {seconds(lived)} passed while other rollouts generated the last sequences of a step, and "
         "no prompt was left to start",
-        change,
+        f"{_staler(evidence.spec.schedule)}, so that prompts of the next step start meanwhile",
     )
 
 
@@ -261,6 +264,48 @@ def _by_cause(evidence: Evidence, role: str) -> str:
     shares = sorted(((spent / lived, cause) for cause, spent in causes.items()), reverse=True) if lived > 0 else []
     named = [f"{cause} {percent(share)}" for share, cause in shares if share >= CAUSE_COUNTS]
     return f" (idle by cause: {', '.join(named)})" if named else ""
+
+
+def _staler(schedule: ScheduleSpec) -> str:
+    """Return the change that lets samples be one step staler than now."""
+    if schedule.mode != "async":
+        return "schedule.mode: async (with update: delayed, maxStaleness: 1)"
+    more = schedule.lag + 1
+    changes = [f"maxStaleness: {max(more, schedule.max_staleness)}"]
+    changes += _between_sequences(schedule, staleness=0)
+    if (needed := math.ceil(100 * ((more + 1) / schedule.sync_every - 1)) / 100) > schedule.staleness_threshold:
+        changes.append(f"stalenessThreshold: {needed:g}")
+    return f"schedule.{changes[0]}{_with(changes[1:])}"
+
+
+def _publishing_every(steps: int, schedule: ScheduleSpec) -> str:
+    """Return the change with which a version is published every ``steps`` steps."""
+    update = [] if schedule.mode == "async" else ["update: delayed"]
+    return f"schedule.syncEvery: {steps}{_with([*update, *_between_sequences(schedule, staleness=steps)])}"
+
+
+def _staggered(schedule: ScheduleSpec) -> str:
+    """Return the change with which rollouts swap in turn."""
+    return f"schedule.update: staggered{_with(_between_sequences(schedule, staleness=schedule.sync_every))}"
+
+
+def _between_sequences(schedule: ScheduleSpec, *, staleness: int) -> list[str]:
+    """Return the changes with which instances may swap between sequences, and samples may be so stale."""
+    found = [] if schedule.mode == "async" else ["mode: async"]
+    if schedule.swap_at == "quota":
+        found += ["swapAt: sequence", *(["deterministic: false"] if schedule.deterministic else [])]
+    return [*found, f"maxStaleness: {staleness}"] if staleness > schedule.max_staleness else found
+
+
+def _with(changes: Sequence[str]) -> str:
+    return f" (with {', '.join(changes)})" if changes else ""
+
+
+def _narrower(evidence: Evidence, word: str) -> str:
+    """Return the advice to publish narrower weights, before ``word``; "" if they cannot be narrower."""
+    if evidence.spec.published_dtype == "bfloat16" or evidence.spec.trainer.lora is not None:
+        return ""
+    return f"weightSync.dtype: bfloat16{word}"
 
 
 def _link(evidence: Evidence) -> str:

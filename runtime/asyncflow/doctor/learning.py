@@ -246,14 +246,20 @@ def few_effective(evidence: Evidence) -> Words | None:
         f"importance weights leave {percent(share)} of the tokens effective",
         f"(Σw)² / (n Σw²) is {share:.2g} in the median of the last {len(shares)} steps: the variance of the gradient "
         f"is that of {percent(share)} of the samples",
-        (f"schedule.maxStaleness below {most}, or " if (most := evidence.spec.schedule.max_staleness) else "") + bounds,
+        f"{fresher}, or {bounds}" if (fresher := _fresher(evidence, "")) else bounds,
     )
 
 
 def _fresher(evidence: Evidence, word: str) -> str:
     """Return the advice for fresher samples, after ``word``; "" if all samples are fresh."""
-    most = evidence.spec.schedule.max_staleness
-    return f"{word}a smaller staleness than {most}" if most else ""
+    schedule = evidence.spec.schedule
+    if not schedule.lag:
+        return ""
+    if schedule.swap_at != "quota" and schedule.max_staleness > schedule.sync_every:
+        return f"{word}schedule.maxStaleness below {schedule.max_staleness}"
+    if schedule.sync_every > 1:
+        return f"{word}schedule.syncEvery and maxStaleness below {schedule.sync_every}"
+    return f"{word}schedule: {{mode: sync}}"
 
 
 def _passes(evidence: Evidence) -> float:
