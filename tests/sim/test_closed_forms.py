@@ -90,13 +90,21 @@ def test_verl_without_a_lead_takes_turns_and_with_a_cycle_the_longer_is_all() ->
 def test_what_runs_at_a_publication_stands_still_while_its_cache_is_computed() -> None:
     token = {"swap_at": "token", "max_staleness": 2, "staleness_threshold": 1}
     walls = []
-    for recompute_s in (0.0, 0.001):
+    for recompute_s, prefix in ((0.0, "recompute"), (0.001, "recompute"), (0.001, "keep")):
         engine = EngineModel(slots=16, token_s=0.01, recompute_s=recompute_s, lengths=Lengths(tokens=100, sigma=1))
         made = simulate(
-            scenario("async", engine=engine, trainer=TrainerModel(sample_s=0.01), schedule=token, steps=12), seed=2
+            scenario(
+                "async",
+                engine=engine,
+                trainer=TrainerModel(sample_s=0.01),
+                schedule={**token, "prefix": prefix},
+                steps=12,
+            ),
+            seed=2,
         )
         walls.append(made.wall_s)
     assert walls[1] > walls[0] + 0.5
+    assert walls[2] == walls[0]
 
 
 def test_the_last_reward_is_waited_for() -> None:

@@ -59,12 +59,15 @@ def recorded(made: Simulated) -> Recorded:
 
 
 @pytest.mark.parametrize(
-    ("mode", "packing"), [("periodic", "separate"), ("async", "separate"), ("async", "shared-prompt")]
+    ("mode", "packing", "epochs"),
+    [("periodic", "separate", 1), ("async", "separate", 2), ("async", "shared-prompt", 1)],
 )
-def test_a_fit_finds_what_the_run_was_made_with(mode: str, packing: str) -> None:
+def test_a_fit_finds_what_the_run_was_made_with(mode: str, packing: str, epochs: int) -> None:
     update = "delayed" if mode == "async" else "sync"
     schedule = f"schedule={{mode: {mode}, update: {update}}}"
-    job = load_job(QUICKSTART, [*SETTINGS, schedule, f"trainer.backend.packing={packing}"])
+    job = load_job(
+        QUICKSTART, [*SETTINGS, schedule, f"trainer.backend.packing={packing}", f"algorithm.epochs={epochs}"]
+    )
     made = simulate(scenario_of(job, models=TRUE), seed=0)
     found, check = fitted(job, recorded(made))
     assert check.step_s(without=2) == pytest.approx(made.step_s(without=2), rel=0.03)

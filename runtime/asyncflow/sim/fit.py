@@ -89,7 +89,9 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
             model = msgspec.structs.replace(model, load_s=load_s)
     models = Models(
         engine=model,
-        trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks, shared=_shared(job)),
+        trainer=trainer_of(
+            counted, recorded.slots, ranks=spec.trainer.ranks, shared=_shared(job), passes=spec.algorithm.epochs
+        ),
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
         reward=RewardTimes(seconds=_idle_s(recorded.timeline, "reward"), workers=engine.slots),
@@ -135,17 +137,20 @@ def _shared(job: RLJob) -> int:
 
 
 def trainer_of(
-    steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int = 1
+    steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int = 1, passes: int = 1
 ) -> TrainerModel:
-    """Return the model of a trainer with these steps. shared: number of samples per copy of a prompt."""
+    """Return the model of a trainer with these steps.
+
+    shared: number of samples per copy of a prompt; passes: of the trainer over the samples of a step.
+    """
     parts = ("wait_s", "compute_s", "optimizer_s", "publish_s", "checkpoint_s")
     rest = [max(0.0, step["wall_s"] - sum(step[part] for part in parts)) for step in steps]
     saved = [step["checkpoint_s"] for step in steps if step["checkpoint_s"] > 0]
     published = [step["publication_s"] for step in steps if step["publication_s"] is not None]
     slot_s, token_s = _compute_of(steps, slots, ranks=ranks, shared=shared)
     return TrainerModel(
-        slot_s=slot_s,
-        token_s=token_s,
+        slot_s=slot_s / passes,
+        token_s=token_s / passes,
         optimizer_s=fmean(step["optimizer_s"] for step in steps) + fmean(rest),
         publish_s=fmean(published) if published else 0.0,
         checkpoint_s=fmean(saved) if saved else 0.0,

@@ -224,7 +224,8 @@ class SimulatedRollout:
     def _load(self, version: Version) -> None:
         now = self._agenda.now
         self._latest_load = self._loading = version
-        seconds = self._world.load_s + self._engine.recompute_s(now)
+        keeps_prefix = self._world.scenario.schedule.prefix == "keep"
+        seconds = self._world.load_s + (0.0 if keeps_prefix else self._engine.recompute_s(now))
         self._engine.stop(now)
         self._end_number += 1
         self._agenda.after(seconds, self._loaded, version)
