@@ -3,14 +3,20 @@
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from planner_problems import SCHEDULES, job_of, problem_of, random_problem
 
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.planner.bounds import Split, bound_of
+from asyncflow.planner.costs import TrainerLayout
+from asyncflow.planner.layouts import trainer
 from asyncflow.planner.measured import COMPUTED, Factors, factors, models_of_split
 from asyncflow.planner.schedules import alternatives, changes, described
 from asyncflow.planner.search import Predicted, search, split_of, splits, training_devices
-from asyncflow.planner.simulated import simulator_of
+from asyncflow.planner.simulated import scenario, simulator_of
+from asyncflow.planner.work import Responses
+from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim import simulate
 
 BAR = 1.02
 
@@ -98,6 +104,18 @@ def test_a_probe_that_measured_what_is_computed_changes_nothing(schedule: str) -
     found = factors(models, work=problem.work, engine=split.engine, trainer=split.trainer)
     for name in Factors.__struct_fields__:
         assert getattr(found, name) == pytest.approx(getattr(COMPUTED, name))
+
+
+@pytest.mark.parametrize("packing", ["separate", "shared-prompt"])
+def test_a_step_is_simulated_as_long_as_it_is_computed_if_its_samples_are_available(packing: str) -> None:
+    settings = ("schedule.mode=sync", "sampling.maxPromptTokens=4096", f"trainer.backend.packing={packing}")
+    problem, job = problem_of(*settings), job_of(*settings)
+    work = replace(problem.work, responses=Responses(lengths=Lengths(tokens=100), most=512))
+    alone = trainer(problem.shape, problem.device, work, TrainerLayout(dp=1))
+    assert alone is not None
+    split = replace(split_of(problem, job.spec), trainer=alone)
+    step = simulate(scenario(job, work, split, job.spec.schedule), seed=0).steps[0]
+    assert step.compute_s + step.optimizer_s == pytest.approx(alone.step_s, rel=0.03)
 
 
 def test_what_a_probe_measured_is_what_its_layout_costs() -> None:

@@ -113,7 +113,7 @@ def factors(measured: Models, *, work: StepWork, engine: EnginePlan, trainer: Tr
 
 def _tokens_of_rank(work: StepWork, trainer: TrainerPlan) -> float:
     """Return the number of tokens of a step that one replica of the trainer computes, over all epochs."""
-    return work.epochs * work.samples * (work.prompt + work.responses.mean) / trainer.layout.dp
+    return work.epochs * work.trained / trainer.layout.dp
 
 
 def _ratio(measured: float, computed: float) -> float:
