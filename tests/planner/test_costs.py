@@ -85,7 +85,21 @@ def test_states_of_a_parameter() -> None:
     four = training_memory(SMALL, WORK, TrainerLayout(dp=4)).states
     assert four == pytest.approx(4 * SMALL.parameters + 2 * 2 * SMALL.parameters / 28)  # a layer and the next, in bf16
     reference = msgspec.structs.replace(WORK, reference=True)
-    assert training_memory(SMALL, reference, TrainerLayout(dp=4)).frozen == SMALL.parameters * 2 / 4
+    assert training_memory(SMALL, reference, TrainerLayout(dp=4)).frozen == SMALL.parameters  # float32, a fourth of it
+
+
+def test_adapters_are_all_that_is_trained_and_published_beside_a_frozen_model() -> None:
+    lora = work_of(job_of("trainer.lora={rank: 8}", "algorithm.kl.coefficient=0.1").spec)
+    layout, adapters = TrainerLayout(dp=1), SMALL.adapters(8)
+    q, kv, gated = 1024 + 2048, 1024 + 1024, 1024 + 3072
+    assert adapters == 28 * 8 * (2 * q + 2 * kv + 3 * gated)
+    memory = training_memory(SMALL, lora, layout)
+    assert (memory.states, memory.frozen) == (4 * SMALL.parameters + 16 * adapters, 0)
+    assert pull_s(SMALL, H100, lora, ONE) == pytest.approx(4 * adapters / (H100.network * H100.wire))
+    assert swap_s(SMALL, H100, lora, ONE) == swap_s(SMALL, H100, WORK, ONE)
+    whole = msgspec.structs.replace(lora, lora=0)
+    saved = training(SMALL, H100, whole, layout).compute_s / training(SMALL, H100, lora, layout).compute_s
+    assert saved == pytest.approx(4 / 3), "no gradients of the model's weights, but the reference's pass"
 
 
 def test_an_update_reads_and_writes_all_states_once() -> None:

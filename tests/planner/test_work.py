@@ -9,6 +9,8 @@ from asyncflow.identity import SampleKey
 from asyncflow.planner.work import Responses, work_of
 from asyncflow.rollout.lengths import Lengths
 
+PPO = ("algorithm={name: ppo, steps: 10, promptsPerStep: 8}",)
+
 
 def test_mean_and_resident_length_of_a_lognormal_that_is_hardly_cut() -> None:
     responses = Responses(lengths=Lengths(tokens=100, sigma=0.5), most=100_000)
@@ -45,6 +47,10 @@ def test_a_shared_prompt_is_trained_once() -> None:
     ("overrides", "field", "value"),
     [
         (("schedule={mode: periodic}", "algorithm.old=lagged"), "passes", 1),
+        ((*PPO, "critic={}"), "passes", 1),
+        ((*PPO, "critic={}"), "critic", True),
+        ((*PPO, "critic={role: {}}"), "passes", 0),
+        ((*PPO, "critic={role: {}}"), "critic", False),
         (("trainer.backend.tokensPerMicroBatch=2048",), "pack", 2048),
         ((), "pack", 8192),
         (("trainer.backend.precision=bf16-stochastic",), "holds", "bfloat16"),

@@ -217,15 +217,16 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> TrainingCost:
     """Return the cost of a step's training under a layout.
 
-    The operations are those of a forward pass, three times for training, once more if layers are recomputed, and once
-    for each further pass, over all tokens and epochs. A micro-batch has at most ``work.pack`` tokens.
+    The operations are those of a forward pass, three times for training (twice with adapters, as the other weights have
+    no gradient), once more if layers are recomputed, and once for each further pass, over all tokens and epochs. A
+    micro-batch has at most ``work.pack`` tokens.
     """
     trained = work.trained * work.epochs
     attended = work.prompt + work.responses.mean
     forward = shape.forward(context=attended / 2)
     models = 2 if work.critic else 1
     recomputed = 1 if layout.recompute else 0
-    passes = models * (3 + recomputed) + work.passes / work.epochs
+    passes = models * (3 + recomputed) - (1 if work.lora else 0) + work.passes / work.epochs
     compute = trained * forward * passes / (layout.devices * device.flops(work.compute) * device.train)
     updates = work.epochs * work.updates
     batches = max(1.0, trained / updates / layout.dp / work.pack)
@@ -235,8 +236,8 @@ def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout
         bubble_s=compute * (layout.pp - 1) / batches + _pipeline_s(shape, device, work, layout),
         reduce_s=models * _tensor_parallel_s(shape, device, work, layout, batches=batches * updates),
         gather_s=models * gather_s,
-        optimizer_s=models * updates * 2 * _states(shape, work, layout) / (device.bandwidth * device.read),
-        publish_s=shape.parameters * work.published_bytes / layout.devices / device.host,
+        optimizer_s=updates * 2 * _states(shape, work, layout) / (device.bandwidth * device.read),
+        publish_s=_published(shape, work) / layout.devices / device.host,
         exchange_s=models * _exchange_s(shape, device, work, layout, batches=batches * updates),
     )
 
@@ -292,7 +293,8 @@ def _over_replicas_s(
     rate = device.between(layout.devices)
     if work.megatron:
         return updates * sent * (GRADIENT + BYTES[work.compute]) / rate
-    gathered = updates * math.ceil(batches) * sent * (2 * BYTES[work.compute] + GRADIENT) / rate
+    scattered = 0 if work.lora else GRADIENT
+    gathered = updates * math.ceil(batches) * sent * (2 * BYTES[work.compute] + scattered) / rate
     return max(0.0, gathered - compute)
 
 
@@ -302,8 +304,15 @@ def _sent(parameters: int, *, over: int, devices: int) -> float:
 
 
 def _states(shape: Shape, work: StepWork, layout: TrainerLayout) -> float:
-    """Return the bytes on one device that an optimizer update reads and writes."""
-    return shape.parameters / layout.devices * (MOMENTS + GRADIENT + BYTES[work.holds])
+    """Return the bytes on one device that an optimizer update reads and writes, of policy and critic."""
+    whole = shape.parameters * (MOMENTS + GRADIENT + BYTES[work.holds])
+    policy = shape.adapters(work.lora) * (MOMENTS + GRADIENT + BYTES["float32"]) if work.lora else whole
+    return (policy + (whole if work.critic else 0)) / layout.devices
+
+
+def _published(shape: Shape, work: StepWork) -> float:
+    """Return the bytes of a published version. Adapters are published alone, in float32."""
+    return shape.adapters(work.lora) * BYTES["float32"] if work.lora else shape.parameters * work.published_bytes
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,14 +350,14 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
             return parameters / cut * (width + GRADIENT + state_bytes / (layout.devices / cut))
 
         common, routed = layout.cuts
-        experts = held(shape.routed, cut=routed)
-        states = held(shape.common, cut=common) + experts
+        experts = models * held(shape.routed, cut=routed)
+        states = models * held(shape.common, cut=common) + experts
         frozen = (shape.common / common + shape.routed / routed) * width
     else:
         gathered = shape.parameters / shape.layers * width if layout.dp > 1 else 0.0
-        states = _states(shape, work, layout) + 2 * gathered
+        frozen = shape.parameters / layout.devices * BYTES[work.holds]
+        states = _states(shape, work, layout) + (frozen if work.lora else 0.0) + models * 2 * gathered
         experts = states * shape.routed / shape.parameters
-        frozen = shape.parameters / layout.devices * width
     scale = width / 2
     dense, mixed = (work.pack * each * scale for each in _activations(shape, layout))
     inputs = shape.layers * work.pack * shape.hidden * width / layout.tp
@@ -356,10 +365,10 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
     activations = inputs + max(dense, mixed) if layout.recompute else every
     logits = min(work.pack, _HEAD_TOKENS) * shape.vocab / layout.tp * 2 * BYTES["float32"]
     return Memory(
-        states=models * states,
+        states=states,
         frozen=frozen if work.reference else 0.0,
         activations=activations + logits,
-        experts=models * experts,
+        experts=experts,
     )
 
 
@@ -381,7 +390,7 @@ def _activations(shape: Shape, layout: TrainerLayout) -> tuple[float, float]:
 
 def pull_s(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> float:
     """Return the seconds in which the devices of one instance receive a version from other nodes."""
-    return layout.weights(shape) * work.published_bytes / (device.network * device.wire)
+    return _published(shape, work) * layout.weights(shape) / shape.parameters / (device.network * device.wire)
 
 
 def swap_s(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> float:

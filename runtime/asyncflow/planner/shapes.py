@@ -103,6 +103,16 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         idle = math.pow(1 - self.active / self.experts, tokens)
         return self.expert_layers * self.expert * max(1.0, self.experts / devices * (1 - idle))
 
+    def adapters(self, rank: int) -> int:
+        """Return the parameters of adapters of all linear layers; experts that a router selects have none.
+
+        Those of latent attention are counted as if it were grouped.
+        """
+        attention = 2 * (self.hidden + self.mixed) + 2 * self.hidden + self.cached
+        dense = 3 * self.hidden + self.mlp // self.hidden
+        shared = 3 * self.shared * (self.hidden + self.expert_hidden)
+        return rank * (self.layers * attention + self.dense * dense + self.expert_layers * shared)
+
     def cache(self, *, dtype: str) -> int:
         """Return the bytes of the keys and values of one token."""
         return self.layers * self.cached * BYTES[dtype]

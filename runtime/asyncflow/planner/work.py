@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.planner.shapes import BYTES
 from asyncflow.rollout.lengths import Lengths
@@ -81,10 +82,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts, group: prompts of a step, and samples of each; prompt: mean tokens of a prompt; longest: maximum tokens of
     a sample. shared: whether a group's prompt is trained once; passes: forward passes in addition to training's
-    (reference, old policy); epochs, updates: passes over the samples, and optimizer updates of each; reference: whether
-    the trainer holds a second model; critic: whether it trains a second one. compute, holds: dtypes of a training pass,
-    and of the trainer's weights; engine, published: dtypes of the engine, and of published weights. pack: tokens of a
-    micro-batch. slots: maximum sequences of an instance, or of each of its data-parallel parts. recompute: whether
+    (reference, old policy, values); epochs, updates: passes over the samples, and optimizer updates of each; reference:
+    whether the trainer holds a second model; critic: whether it trains a second one. lora: rank of the adapters that
+    are trained in place of the weights, 0 for none. compute, holds: dtypes of a training pass, and of the trainer's
+    weights; engine, published: dtypes of the engine, and of the weights that it loads. pack: tokens of a micro-batch.
+    slots: maximum sequences of an instance, or of each of its data-parallel parts. recompute: whether
     layers are recomputed in the backward pass, None for either. megatron: whether the backend divides layers, matrices
     and experts over devices (tensor, pipeline and expert parallel) instead of only parameters (FSDP); wide: whether the
     engine divides experts over devices that are otherwise data-parallel (vLLM's ``enable_expert_parallel``).
@@ -103,6 +105,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     updates: int = 1
     reference: bool = False
     critic: bool = False
+    lora: int = 0
     compute: str = "bfloat16"
     holds: str = "float32"
     engine: str = "bfloat16"
@@ -133,7 +136,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def published_bytes(self) -> int:
-        """Bytes of a published parameter."""
+        """Bytes of a parameter that an engine loads."""
         return BYTES[self.published]
 
 
@@ -144,11 +147,12 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
     maximum, lengths with a sigma of 0.8.
     """
     algorithm, backend, sampling = spec.algorithm, spec.trainer.backend, spec.sampling
-    options = backend.options
+    options, lora = backend.options, spec.trainer.lora
     compares = algorithm.kl.coefficient > 0 or algorithm.name in ("dpo", "ipo")
     reference_in_trainer = compares and spec.reference is None
     updates = algorithm.epochs * algorithm.mini_batches
     old = algorithm.old == "lagged" or (algorithm.old == "recompute" and updates > 1)
+    critic_in_trainer = algorithm_of(spec).critic and (spec.critic is None or spec.critic.role is None)
     is_16_bit = backend.precision != "float32"
     usual_pack = _PACK_CPU if spec.trainer.accelerator.profile == "cpu" else _PACK
     checkpointing = options.get("gradient_checkpointing")
@@ -161,11 +165,12 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
         pack=backend.tokens_per_micro_batch or max(usual_pack, spec.longest),
         slots=spec.rollout.engine.slots,
         shared=backend.packing == "shared-prompt",
-        passes=int(reference_in_trainer) + int(old),
+        passes=int(reference_in_trainer) + int(old) + int(critic_in_trainer),
         epochs=algorithm.epochs,
         updates=algorithm.mini_batches,
-        reference=reference_in_trainer,
-        critic=algorithm.name == "ppo",
+        reference=reference_in_trainer and lora is None,
+        critic=critic_in_trainer,
+        lora=lora.rank if lora is not None else 0,
         compute="bfloat16" if is_16_bit else "float32",
         holds="bfloat16" if backend.precision == "bf16-stochastic" else "float32",
         engine=spec.rollout.engine.dtype,
