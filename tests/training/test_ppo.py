@@ -254,10 +254,11 @@ def test_a_run_that_is_resumed_goes_on_with_its_critic_bit_for_bit(
     trainer = moving(tiny_folder, **KINDS[kind])
     train(trainer, 1, 2)
     trainer.snapshot()(tmp_path)
-    saved = arrays(trainer)
+    saved, generator = arrays(trainer), torch.get_rng_state()
     metrics = train(trainer, 3, 4)
     resumed = moving(tiny_folder, **KINDS[kind])
     resumed.load(tiny_folder, checkpoint=tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)
     assert_same_bits(arrays(resumed), saved)
     assert train(resumed, 3, 4) == metrics
     assert_same_bits(arrays(resumed), arrays(trainer))

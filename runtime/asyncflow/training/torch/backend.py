@@ -154,11 +154,6 @@ class TorchBackend(TrainerBackend):
             compile_layers(self._model, device=self._device)
         seed = self.settings.seed, self.group.rank
         self._optimizer = FlatAdamW(self._model, self.settings.optimizer, seed=seed)
-        if resumed:
-            generator, state = self._generator(), list(self._optimizer.state())
-            if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
-                torch.set_rng_state(generator.tensor.reshape(-1))
-            self._resume_coefficient(checkpoint)
         self._critic = None
         if self.critic_link is None:
             self._critic = open_critic(
@@ -175,6 +170,11 @@ class TorchBackend(TrainerBackend):
             if self.group.rank == 0:
                 self.critic_link.load(checkpoint)
             self.group.gather(np.zeros(1), what="the critic's start")
+        if resumed:
+            generator, state = self._generator(), list(self._optimizer.state())
+            if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
+                torch.set_rng_state(generator.tensor.reshape(-1))
+            self._resume_coefficient(checkpoint)
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
