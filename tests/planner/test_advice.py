@@ -43,6 +43,9 @@ def test_a_split_that_is_as_good_is_left_alone() -> None:
     now = candidate(PROBLEM, instances=8, trains=8, step_s=6.05, idle=(0.05, 0.02))
     best = candidate(PROBLEM, instances=7, trains=9, step_s=6.0, idle=(0.0, 0.1))
     assert advice(PROBLEM, now=now, best=best).startswith("The manifest's split is as good as any that was found")
+    fewer = replace(PROBLEM, devices=8)
+    half = candidate(fewer, instances=4, trains=4, step_s=12.0, idle=(0.0, 0.1))
+    assert advice(fewer, now=now, best=half).endswith("a step takes 12 s instead of 6.05 s (0.50x).")
 
 
 @pytest.mark.parametrize(

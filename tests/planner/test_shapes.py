@@ -29,6 +29,13 @@ def test_parameters_are_those_that_are_published(name: str) -> None:
     assert published(name).parameters == pytest.approx(1e9 * BILLIONS[name], rel=0.01)
 
 
+def test_embeddings_of_a_model_type_are_tied_if_its_config_does_not_say_otherwise() -> None:
+    gemma = {"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4}
+    gemma |= {"num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262_144, "model_type": "gemma3_text"}
+    assert shape_of(gemma, name="gemma-3-1b").parameters == pytest.approx(1.0e9, rel=0.01)
+    assert not shape_of({**gemma, "tie_word_embeddings": False}, name="other").tied
+
+
 def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
     assert published("Qwen3-30B-A3B").used == pytest.approx(3.0e9, rel=0.02)
     assert published("DeepSeek-R1").used == pytest.approx(36.6e9, rel=0.02)  # 37 B with the input embedding

@@ -100,7 +100,7 @@ def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> 
         return _best_split_advice(problem, best)
     idle = now.outcome
     sides = f"generation is idle {idle.generation_idle:.0%} of a step, the trainer {idle.training_idle:.0%}"
-    if now.step_s <= best.step_s * (1 + _SAME):
+    if now.step_s <= best.step_s * (1 + _SAME) and now.split.devices <= problem.devices:
         return (
             f"The manifest's split is as good as any that was found: {sides}, a step takes {seconds_text(now.step_s)}."
         )

@@ -18,6 +18,23 @@ from asyncflow.errors import ManifestError
 BYTES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 """Bytes of one number of each dtype."""
 
+_TIED: Final = frozenset(
+    [
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma",
+        "gemma3",
+        "gemma3_text",
+        "gemma4",
+        "gemma4_text",
+        "smollm3",
+        "starcoder2",
+    ]
+)
+"""Model types whose embeddings are tied if config.json does not say so, as in transformers."""
+
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of a model.
@@ -154,7 +171,7 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         heads=heads,
         kv_heads=kv_heads,
         vocab=vocab,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
         attention=attention,
         cached=cached,
         mixed=mixed,
