@@ -280,10 +280,12 @@ class Observer:
         )
 
     def _user(self, named: Key) -> CustomResource | None:
-        """Return the job that uses a WeightSync: the oldest unfinished job that names it."""
+        """Return the job that uses a WeightSync: of the unfinished jobs that name it one that has its fields, otherwise
+        the oldest one. Creation times are whole seconds, so a job that comes later may count as older.
+        """
         entries = (self._store.get(*key) for key in self._references.by(named))
         jobs = [entry.view for entry in entries if entry is not None and entry.view.status.phase not in FINISHED]
-        return min(jobs, key=lambda job: (job.owner.created, job.owner.name), default=None)
+        return min(jobs, key=lambda job: (not job.status.weights, job.owner.created, job.owner.name), default=None)
 
     def _served(self, resource: CustomResource) -> JobState | None:
         """Return the job whose versions a WeightSync without an owner shows: its source, or the job that uses it."""

@@ -18,7 +18,7 @@ class NamedSync:
     """View of the WeightSync ``name``.
 
     exists: whether the object exists; spec: its spec in force, None for none; owned: whether it belongs to a job; user:
-    the job that uses it, "" for none: the oldest unfinished job that names it.
+    the job that uses it, "" for none.
     """
 
     name: str

@@ -23,7 +23,7 @@ from asyncflow_operator.desired.objects import digest
 from asyncflow_operator.observe import ENDING_S, Observer, RefusalRecord
 from asyncflow_operator.observed import Denial, DriverProbe, Owner, Ref
 from asyncflow_operator.reconcile import CachedDesired, Reconciler
-from asyncflow_operator.references import Key
+from asyncflow_operator.references import Key, References
 from asyncflow_operator.telemetry import Metrics
 from asyncflow_operator.watch import project
 
@@ -303,6 +303,26 @@ def test_a_queue_that_was_denied_something_denies_its_job(world: World) -> None:
     job = world.observer.resource(JOB)
     assert job is not None
     assert world.observer.job(job).denied == (denial,)
+
+
+def test_a_job_that_has_begun_keeps_its_weight_sync_whatever_job_names_it_later(world: World) -> None:
+    spec = parse((Path(__file__).parents[3] / "examples/quickstart.yaml").read_text(), source="q").data["spec"]
+    spec |= {"weightSync": {"name": "shared"}}
+    sync, keys = Key("WeightSync", "ns", "shared"), [Key("RLJob", "ns", name) for name in ("first", "second")]
+    world.put("WeightSync", "shared", uid="uw", version=1, spec={})
+    status = {"phase": "Running", "weights": {"keep": 2}}
+    world.put("RLJob", "second", uid="u2", version=2, spec=spec, status=status)
+    world.put("RLJob", "first", uid="u1", version=3, spec=spec)
+    references = References()
+    for key in keys:
+        references.note(key, world.observer.resource(key).model)
+    observer = Observer(
+        world.store, probe=lambda _: DriverProbe(), nodes=lambda: None, refused=world.refused, references=references
+    )
+    first, second = (observer.job(observer.resource(key)) for key in keys)
+    assert (second.problem, first.job) == ("", None)
+    assert "RLJob second uses that WeightSync" in first.problem
+    assert observer.sync(observer.resource(sync)).job.owner.name == "second"
 
 
 def test_that_a_namespace_ends_is_believed_for_a_while(world: World) -> None:
