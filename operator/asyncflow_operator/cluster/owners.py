@@ -104,7 +104,7 @@ def custom_resource(kind: str, raw: Json, before: CustomResource | None) -> Cust
 
 def has_started(status: Any) -> bool:
     """Return whether pods were created for a custom resource, according to its status."""
-    return isinstance(status, JobStatus | QueueStatus) and status.begun
+    return isinstance(status, JobStatus | QueueStatus | WeightsStatus) and status.begun
 
 
 def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomResource:

@@ -31,6 +31,11 @@ _NAMED: Final = 8
 _STATUS: Final[dict[bool | None, Status]] = {True: "True", False: "False", None: "Unknown"}
 FIGURES_S: Final = 15.0
 """Least seconds between two writes of one status that differ only in figures."""
+_FOLLOWED: Final = {
+    "RLJob": "; of the newest spec only suspend: true and its scale are followed",
+    "TransferQueue": "; of the newest spec only its scale is followed",
+}
+"""Parts of a refused spec that are followed, by kind."""
 _SECOND: Final = 1.0
 """Most seconds by which a written time is earlier than the original one."""
 
@@ -184,7 +189,7 @@ class Draft(Generic[S]):
         )
 
 
-def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
+def accept(draft: Draft[Any], *, problem: str, reason: str, message: str = "") -> None:
     """Record that the newest spec is accepted or, if it has a ``problem``, that the last accepted one is in force."""
     if not problem:
         draft.fields["accepted_generation"] = draft.owner.generation
@@ -192,7 +197,7 @@ def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason
         return
     last = draft.before.accepted_generation
     in_force = f"Generation {last} stays in force" if last is not None else "The last accepted spec stays in force"
-    message = f"{in_force}; of the newest spec only suspend: true and its scale are followed. {problem}"
+    message = f"{in_force}{_FOLLOWED.get(draft.owner.kind, '')}. {problem}"
     if not draft.conditions.has_message("Accepted", message):
         draft.note(reason, message, warning=True)
     draft.conditions.set("Accepted", False, reason, message)

@@ -20,7 +20,7 @@ from asyncflow.plan.publisher import publisher_role
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.alone import make_alone
-from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import record_ends
 from asyncflow_operator.decide.pending import why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, four_digits
@@ -57,7 +57,7 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if state.sync is None:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
-    draft.conditions.set("Accepted", True, "Accepted")
+    accept(draft, problem=state.problem, reason=state.problem_reason)
     if state.sync.spec.publishes is not None:
         _publish(draft, state, publisher_role(state.sync), desired)
         return draft.plan(figures=FIGURES)

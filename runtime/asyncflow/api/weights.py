@@ -29,7 +29,7 @@ from asyncflow.api.base import (
 from asyncflow.api.names import API_VERSION
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.records import RoleRecord, SecretRecords
-from asyncflow.api.versions import VersionsState
+from asyncflow.api.versions import Count, VersionsState
 from asyncflow.api.workers import EngineSpec, devices_are_used
 
 PublishedDtype = Literal["float32", "bfloat16"]
@@ -246,6 +246,8 @@ class WeightsStatus(VersionsState):
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status describes."""
+    accepted_generation: Count | None = None
+    """Generation of the spec in force: the newest accepted one."""
     conditions: Conditions = ()
     """Accepted, Ready, Lagging; with a publisher also Degraded."""
     progress_time: Time | None = None
@@ -264,6 +266,11 @@ class WeightsStatus(VersionsState):
     """By role: ends of the publisher, and its attempts, that still matter."""
     secrets: SecretRecords = Field(default_factory=dict)
     """By role: Secrets of a WeightSync with a publisher. ``follower``: the Secret for its followers."""
+
+    @property
+    def begun(self) -> bool:
+        """True once a publisher was created."""
+        return bool(self.failures)
 
 
 class WeightSync(Spec):

@@ -9,7 +9,7 @@ import pytest
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import CustomResource, custom_resource, recover_accepted
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState
+from asyncflow_operator.observed import JobState, SyncState
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart.yaml"
 DESIRED = Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"m" * 32))
@@ -114,6 +114,24 @@ def test_a_spec_that_an_older_version_accepted_stays_in_force() -> None:
     known = recover_accepted(view, raw(**stagger), config(data={"job.yaml": json.dumps(manifest)}))
     assert known.model.spec.weight_sync.stagger == 2
     assert "stagger has an effect with update: staggered only" in known.problem
+
+
+def test_a_publisher_goes_on_by_the_last_accepted_spec_and_is_found_by_its_config() -> None:
+    def publishing(generation: int, **spec: Any) -> dict[str, Any]:
+        meta = {"name": "q", "namespace": "ns", "uid": "u", "generation": generation}
+        spec = {"source": {"model": "pvc://exports/math"}, "keep": 3, **spec}
+        return {"kind": "WeightSync", "metadata": meta, "spec": spec, "status": {"failures": {"publisher": {}}}}
+
+    accepted = custom_resource("WeightSync", publishing(1), None)
+    refused = publishing(2, stagger=2)
+    assert custom_resource("WeightSync", refused, accepted).model == accepted.model
+    view = custom_resource("WeightSync", refused, None)
+    assert view.model is None
+    made = DESIRED.sync_supporting(SyncState(owner=accepted.owner, sync=accepted.model))
+    known = recover_accepted(view, refused, next(each for each in made if each["kind"] == "ConfigMap"))
+    assert (known.model.spec, known.problem) == (accepted.model.spec, view.problem)
+    fresh = custom_resource("WeightSync", publishing(1) | {"status": {"address": "tcp://q-driver"}}, None)
+    assert custom_resource("WeightSync", refused | {"status": {}}, fresh).model is None, "it has no publisher yet"
 
 
 @pytest.mark.parametrize(

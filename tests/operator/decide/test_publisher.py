@@ -117,6 +117,18 @@ def test_one_that_is_gone_without_a_sign_is_made_again_as_a_newer_attempt():
     assert attempt(decide(replace(after(seen, again), pods=()))) == "1", "it is not seen before it is made"
 
 
+def test_one_whose_newest_spec_is_refused_is_made_again_by_the_last_accepted_one():
+    accepted = decide(state(pod_view("publisher")))
+    assert accepted.status["acceptedGeneration"] == 1
+    edited = replace(
+        after(state(), accepted), owner=replace(OWNER, generation=2), problem="spec.x: wrong", problem_reason="Invalid"
+    )
+    plan = decide(edited)
+    assert made(plan) == [POD]
+    said = condition(plan, "Accepted")
+    assert said == ("False", "Invalid", "Generation 1 stays in force. spec.x: wrong")
+
+
 def test_one_that_refuses_its_model_is_left_for_people_to_see():
     refused = state(dead("publisher", code=2, last_words="models/math: no whole model"))
     plan = decide(refused)
