@@ -79,6 +79,10 @@ class ConditionSet:
         """Return whether the condition of type ``kind`` has this message."""
         return kind in self._shown and self._shown[kind].message == message[:_LONGEST]
 
+    def holds(self, kind: str) -> bool:
+        """Return whether the condition of type ``kind`` is true."""
+        return kind in self._shown and self._shown[kind].status == "True"
+
     def has(self, kind: str) -> bool:
         """Return whether the object has a condition of type ``kind``."""
         return kind in self._shown

@@ -257,7 +257,7 @@ class _Running:
                 trainers=trainers,
                 alarm=draft.alarm,
             )
-        stalled = any(each.type == "Stalled" and each.status == "True" for each in conditions.current)
+        stalled = conditions.holds("Stalled")
         conditions.set("Progressing", not stalled, "Stalled" if stalled else phase)
         if conditions.has("Suspended"):
             conditions.set("Suspended", False, "Resumed")

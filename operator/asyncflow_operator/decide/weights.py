@@ -9,6 +9,7 @@ instances.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, Protocol
 
 from asyncflow.api.names import FOLLOWER
@@ -22,12 +23,12 @@ from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import record_ends
-from asyncflow_operator.decide.pending import why_waiting
-from asyncflow_operator.decide.progress import ACTIVE, four_digits
+from asyncflow_operator.decide.pending import Obstacle, why_denied, why_lacking, why_waiting
+from asyncflow_operator.decide.progress import ACTIVE, four_digits, lacking, ready_of
 from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas, track_single_pod
 from asyncflow_operator.decide.secrets import DesiredSecrets
 from asyncflow_operator.decide.upkeep import needs, restore_notes, upkeep
-from asyncflow_operator.observed import Manifest, Owner, SyncState
+from asyncflow_operator.observed import Manifest, Owner, Ref, SyncState
 
 _OF_DRIVER: Final = tuple(VersionsState.model_fields)
 FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
@@ -75,7 +76,10 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     if state.job is None or state.job.status.phase not in ACTIVE:
         draft.conditions.set("Ready", False, *_why_none(state))
         draft.fields |= {"rollouts": 0, "followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
-    elif seen is None and (state.job.probe.asked or not draft.conditions.has("Ready")):
+    elif missing := [denial for denial in state.denied if denial.missing]:
+        why = why_denied(missing)
+        draft.conditions.set("Ready", False, why.reason, why.message)
+    elif seen is None and (state.job.probe.asked or not draft.conditions.holds("Ready")):
         draft.conditions.set("Ready", False, "NoVersion", "The driver has not reported its versions yet")
     elif seen is not None:
         allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
@@ -122,20 +126,31 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
         denied=state.denied,
         desired=desired,
     )
-    seen, why = state.probe.status, why_waiting((role,), state)
-    if state.denied and why is not None:
-        draft.conditions.set("Ready", False, why.reason, why.message)
-    elif seen is None or seen.versions.bytes is None:
-        waits_for = f"The publisher waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
-        message = why.message if why else waits_for or "The publisher has not published a version yet"
-        draft.conditions.set("Ready", False, why.reason if why else "NoVersion", message)
-        draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
-    else:
-        _report(draft, seen, seen.versions, allowed=0, followed=True)
+    _report_publisher(draft, state, role, terminating=supporting.terminating)
     if ends.failure is not None:
         draft.conditions.set("Degraded", True, ends.failure.reason, ends.failure.message)
     elif draft.conditions.has("Degraded"):
         draft.conditions.set("Degraded", False, "Mended")
+
+
+def _report_publisher(
+    draft: Draft[WeightsStatus], state: SyncState, role: Role, *, terminating: Collection[Ref]
+) -> None:
+    """Report the versions of a publisher, or why it has none; before its first answer to this operator, neither."""
+    probe, why, lacks = state.probe, why_waiting((role,), state), lacking((role,), ready_of(state.pods))
+    if why is None and lacks:
+        lost = why_lacking(lacks, state.pods, terminating=terminating, ran=False, alarm=draft.alarm)
+        why = None if lost.reason == "Starting" else lost
+    seen, is_unknown = probe.status, not probe.asked and not lacks and draft.conditions.holds("Ready")
+    if seen is None or seen.versions.bytes is None:
+        if not is_unknown:
+            waits_for = f"waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
+            why = why or Obstacle("NoVersion", f"The publisher {waits_for or 'has not published a version yet'}")
+            draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
+    elif why is None:
+        _report(draft, seen, seen.versions, allowed=0, followed=True)
+    if why is not None:
+        draft.conditions.set("Ready", False, why.reason, why.message)
 
 
 def _why_none(state: SyncState) -> tuple[str, str]:
@@ -166,8 +181,7 @@ def _report(
     counted = f"{serving} {kind}{'' if serving == 1 else 's'} {'has' if serving == 1 else 'have'} a version"
     draft.conditions.set("Ready", serving > 0, "Serving" if serving else f"No{kind.title()}", counted)
     worst = max((each.lag for each in versions.laggards), default=0)
-    lagged = any(each.type == "Lagging" and each.status == "True" for each in draft.before.conditions)
-    if worst > allowed + (0 if lagged else 1):
+    if worst > allowed + (0 if draft.conditions.holds("Lagging") else 1):
         late = sum(versions.lag[min(allowed + 1, LAG_BUCKETS - 1) :])
         first = versions.laggards[0]
         cause = f"{first.id} by {first.lag}: {first.cause}"

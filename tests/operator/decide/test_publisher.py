@@ -72,8 +72,17 @@ def test_its_status_says_where_it_is_and_what_followers_have():
     assert status["certificate"].startswith("demo-tls-follower-")
     assert (status["version"], status["attempt"], status["followers"], status["bytes"]) == (7, 2, 3, 1000)
     assert condition(plan, "Ready")[:2] == ("True", "Serving")
-    silent = decide(replace(after(state(pod_view("publisher")), plan), probe=DriverProbe()), START + 60).status
-    assert [silent.get(name) for name in ("followers", "behind", "lag")] == [0, 0, []]
+    known = after(state(pod_view("publisher")), plan)
+    unasked = replace(known, probe=DriverProbe())
+    assert decide(unasked, START + 60).status is None, "an operator that has just started has not asked it yet"
+    for silent in (
+        replace(unasked, pods=(pod_view("publisher", ready=False),)),
+        replace(known, probe=DriverProbe(failing_since=START)),
+    ):
+        status = decide(silent, START + 60).status
+        assert [status.get(name) for name in ("followers", "behind", "lag")] == [0, 0, []]
+    lost = pod_view("publisher", ready=False, unreachable=True, node="node-2")
+    assert condition(decide(replace(known, pods=(lost,))), "Ready")[:2] == ("False", "NodeLost")
 
 
 def test_until_it_has_published_it_says_what_it_waits_for():

@@ -16,7 +16,7 @@ from asyncflow.api.weights import SyncSpec, WeightsSpec, WeightsStatus, WeightSy
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide import decide_sync
 from asyncflow_operator.decide.naming import NamedSync, weights_for
-from asyncflow_operator.observed import DriverProbe, JobState, ObjectView, Owner, SyncState
+from asyncflow_operator.observed import Denial, DriverProbe, JobState, ObjectView, Owner, SyncState
 
 OWNER = Owner(kind="WeightSync", namespace="team", name="demo", uid="uid-sync", generation=1)
 SYNC = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}})
@@ -104,6 +104,10 @@ def test_without_a_job_or_an_answer_it_says_so():
     assert [ended.get(name) for name in ("serving", "lag", "laggards")] == [[], [], []]
     silent = replace(state(), job=replace(state().job, probe=DriverProbe()))
     assert conditions(decided(silent))["Ready"] == ("False", "NoVersion")
+    suspended = WeightsStatus.model_validate(decided(state(phase="Suspended")).status, by_name=False)
+    resumed = decided(replace(silent, status=suspended), now=START + 60)
+    assert conditions(resumed)["Ready"] == ("False", "NoVersion"), "the job is not suspended any more"
+    assert decided(replace(silent, status=known), now=START + 60) == Plan(), "by an operator that has just started"
     assert conditions(decided(state(0)))["Ready"] == ("True", "Serving")
 
 
@@ -142,6 +146,9 @@ def test_followers_of_a_job_read_how_they_follow_and_a_job_s_own_has_nothing_to_
     there = ObjectView(ref=written.ref, uid="u", digest=written.manifest["metadata"]["annotations"][DIGEST])
     assert decided(replace(state(0, sync=staggered), objects={written.ref: there})).stages == ()
     assert decided(state(0)).stages == ()
+    refusal = Denial(written.ref, "exceeded quota: configmaps=5", missing=True)
+    refused = decided(replace(state(0, sync=staggered, followers=1), denied=(refusal,)))
+    assert conditions(refused)["Ready"] == ("False", "Denied"), "followers do not start without it"
 
 
 def test_an_unchanged_status_is_not_written_and_a_refused_spec_is_reported():
