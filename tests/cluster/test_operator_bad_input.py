@@ -45,8 +45,8 @@ SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("claimless-controller-0", "no-such-claim", "Create it, or"),
     ),
     "greedy": ("WhyPending", "Unschedulable", ("greedy-trainer-0 needs 600 CPU on one node; the largest free is 19",)),
-    "configured": ("WhyPending", "Denied", ('configmaps "configured" already exists', "give this job another name")),
-    "served": ("WhyPending", "Denied", ('services "served-driver" already exists', "give this job another name")),
+    "configured": ("WhyPending", "Denied", ('configmaps "configured" already exists', "choose another name")),
+    "served": ("WhyPending", "Denied", ('services "served-driver" already exists', "choose another name")),
     "queued": ("WhyPending", "Denied", ('"queued" already exists', "delete it")),
     "accounted": ("WhyPending", "Denied", ('serviceaccounts "accounted" already exists', "delete it")),
 }

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from asyncflow.api.durability import LimitsSpec
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
@@ -28,6 +29,7 @@ from asyncflow_operator.observed import (
 
 ATTACH_S: Final = 60.0
 """Seconds after which a pod that has a node and mounts a claim is reported as waiting for its volume."""
+_LOST_S: Final = LimitsSpec().node_lost_seconds
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _TEXT_CHARACTERS: Final = 400
@@ -38,7 +40,7 @@ _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError"
 _REMEDIES: Final = {
     "must specify": "Set it in podSpec, or create a LimitRange with defaults",
     "quota": "Raise the quota or request less",
-    "already exists": "It belongs to another owner: delete it, or give this job another name",
+    "already exists": "It belongs to another owner: delete it, or choose another name",
     "page not found": "Install the definition of that kind, or remove it from spec.scheduling",
 }
 EVENT_REASONS: Final = frozenset(("Denied", "ApiFailed"))
@@ -113,7 +115,8 @@ def why_lacking(
     counts = f"{', '.join(lacks)} ready"
     if lost := [pod for pod in affected if pod.unreachable]:
         pod = lost[0]
-        reaction = f"{pod.name} is replaced on another node: a rollout immediately, others after limits.nodeLostSeconds"
+        when = f"a rollout immediately, others after limits.nodeLostSeconds, without a job after {duration(_LOST_S)}"
+        reaction = f"{pod.name} is replaced on another node: {when}"
         return Obstacle("NodeLost", f"{counts}: {pod.node} does not answer. {reaction}")
     if deleting := [pod for pod in affected if pod.deleting]:
         pod = deleting[0]

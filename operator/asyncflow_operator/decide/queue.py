@@ -24,12 +24,12 @@ from asyncflow_operator.decide.admission import admitted
 from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import FailureResult, record_ends
-from asyncflow_operator.decide.pending import why_denied, why_waiting
+from asyncflow_operator.decide.pending import Obstacle, why_denied, why_lacking, why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, lacking, may_start, ready_of
 from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, plan_replicas
 from asyncflow_operator.decide.secrets import has_certificate
 from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, upkeep, with_needs
-from asyncflow_operator.observed import JobState, Manifest, PodView, TransferQueueState
+from asyncflow_operator.observed import JobState, Manifest, PodView, Ref, TransferQueueState
 
 FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 """Fields of a queue's status whose changes may be written with a delay."""
@@ -63,8 +63,9 @@ def decide_queue(state: TransferQueueState, *, now: float, desired: DesiredQueue
         accept(draft, problem=state.problem, reason=state.problem_reason)
     else:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
-    failure = _act(draft, state, setting, desired) if setting.active else None
-    _report(draft, state, setting, failure)
+    supporting = _upkeep(state, desired) if setting.active else None
+    failure = None if supporting is None else _act(draft, state, setting, desired, supporting)
+    _report(draft, state, setting, failure, terminating=() if supporting is None else supporting.terminating)
     return draft.plan(figures=FIGURES)
 
 
@@ -108,11 +109,15 @@ def _address(name: str, namespace: str, role: RoleName) -> str:
 
 
 def _act(
-    draft: Draft[QueueStatus], state: TransferQueueState, setting: _Setting, desired: DesiredQueue
+    draft: Draft[QueueStatus],
+    state: TransferQueueState,
+    setting: _Setting,
+    desired: DesiredQueue,
+    supporting_upkeep: Upkeep,
 ) -> FailureResult | None:
     """Record ends of pods, plan pods to create and delete, and return why the queue cannot continue, None if it can."""
     ready, failure, moves = ready_of(setting.pods), None, ReplicaMoves()
-    records, supporting_upkeep = dict(state.status.failures), _upkeep(state, desired)
+    records = dict(state.status.failures)
     for role in setting.roles:
         pods = [pod for pod in state.pods if pod.role == role.name and not _holds_for(pod, role, state.pods)]
         wanted = [pod for pod in pods if pod.index < role.replicas]
@@ -167,7 +172,12 @@ def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
 
 
 def _report(
-    draft: Draft[QueueStatus], state: TransferQueueState, setting: _Setting, failure: FailureResult | None
+    draft: Draft[QueueStatus],
+    state: TransferQueueState,
+    setting: _Setting,
+    failure: FailureResult | None,
+    *,
+    terminating: Collection[Ref],
 ) -> None:
     conditions, ready = draft.conditions, ready_of(state.pods)
     draft.fields |= {"address": setting.address, "selector": setting.selector, "ready_units": ready["storage"]}
@@ -181,9 +191,15 @@ def _report(
     lacks = lacking(setting.roles, ready)
     denied = why_denied(state.denied) if state.denied else None
     if lacks:
-        why = why_waiting(setting.roles, state) if state.job is None else None
+        why = why_waiting(setting.roles, state)
         only = f"Only {', '.join(lacks)} ready"
-        conditions.set("Ready", False, why.reason if why else "Waiting", f"{only}. {why.message}" if why else only)
+        if state.job is not None:
+            why = Obstacle("Waiting", only)
+        elif why is not None:
+            why = Obstacle(why.reason, f"{only}. {why.message}")
+        else:
+            why = why_lacking(lacks, state.pods, terminating=terminating, ran=False, alarm=draft.alarm)
+        conditions.set("Ready", False, why.reason, why.message)
     else:
         conditions.set("Ready", True, "Ready")
     if denied is not None:
@@ -200,9 +216,12 @@ def _report(
 
 def _figures(job: JobState | None) -> dict[str, Any]:
     """Return the figures of the queue that the job's driver reports; a queue without a job has none."""
-    seen = job.probe.status if job is not None else None
-    if job is None or seen is None:
+    if job is None:
         return {}
+    seen = job.probe.status
+    if seen is None:
+        ended = {**dict.fromkeys(("rows", "bytes", "limit")), "partitions": 0}
+        return {} if job.status.phase in ACTIVE else ended
     depth = seen.queue
     return {
         "rows": depth.ready + depth.leased + depth.staged,

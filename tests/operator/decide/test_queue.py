@@ -72,7 +72,10 @@ def test_alone_it_says_where_it_is_and_when_it_is_ready():
     assert condition(ready, "Accepted") == ("True", "Accepted")
     assert condition(ready, "Progressing") == ("False", "Settled")
     waiting = decide(alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1)))
-    assert condition(waiting, "Ready") == ("False", "Waiting")
+    assert condition(waiting, "Ready") == ("False", "Starting")
+    lost = replace(pod_view("storage", 1), ready=False, unreachable=True)
+    gone = decide(alone(pod_view("controller"), pod_view("storage", 0), lost))
+    assert condition(gone, "Ready") == ("False", "NodeLost")
     assert condition(waiting, "Progressing") == ("True", "Starting")
 
 
@@ -166,6 +169,12 @@ def test_a_jobs_queue_shows_the_drivers_figures():
     assert (status.rows, status.bytes, status.limit, status.partitions) == (12, 600, 1000, 1)
     assert status.address == "tcp://demo-driver.team.svc:5571"
     assert status.selector == "asyncflow.dev/job=demo,asyncflow.dev/role=storage"
+    world.probe = DriverProbe()
+    assert world.decide(QUEUE).status is None, "an operator that has just started keeps the figures"
+    state = world.observe(QUEUE)
+    ended = replace(state, job=replace(state.job, status=state.job.status.model_copy(update={"phase": "Succeeded"})))
+    status = after(ended, decide(ended, world.now)).status
+    assert (status.rows, status.bytes, status.limit, status.partitions) == (None, None, None, 0)
 
 
 @pytest.mark.parametrize("units", [1, 4])
