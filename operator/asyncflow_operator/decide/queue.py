@@ -191,7 +191,7 @@ def _report(
     lacks = lacking(setting.roles, ready)
     denied = why_denied(state.denied) if state.denied else None
     if lacks:
-        why = why_waiting(setting.roles, state)
+        why = why_waiting(setting.roles, state) or failure
         only = f"Only {', '.join(lacks)} ready"
         if state.job is not None:
             why = Obstacle("Waiting", only)

@@ -151,6 +151,7 @@ def test_a_budget_that_is_used_up_degrades_it_until_the_window_is_over():
     state = replace(state, status=QueueStatus.model_validate({"failures": record}, by_name=False))
     plan = decide(state, START + 10)
     assert condition(plan, "Degraded") == ("True", "BudgetExceeded")
+    assert condition(plan, "Ready") == ("False", "BudgetExceeded"), "it does not start"
     assert plan.again_in_s == 3590.0
     stuck = after(state, plan)
     assert removed(decide(stuck, START + 100)) == []
