@@ -20,7 +20,7 @@ from asyncflow.api.weights import JobWeightsSpec, WeightsSpec
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import Entry, ObjectGroup, ObjectStore
-from asyncflow_operator.decide.naming import NamedSync, weights_for
+from asyncflow_operator.decide.naming import NO_SYNC, NamedSync, weights_for
 from asyncflow_operator.decide.progress import FINISHED
 from asyncflow_operator.desired.blueprint import requested_by_job, requested_by_queue, requested_by_sync
 from asyncflow_operator.desired.gang import refers_to
@@ -43,7 +43,6 @@ from asyncflow_operator.references import Key, References, named_by
 from asyncflow_operator.worklist import backoff
 
 ENDING_S: Final = 30.0
-NO_SYNC: Final = "NoWeightSync"
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 
 

@@ -19,6 +19,7 @@ from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import WeightsStatus
 from asyncflow_operator.actions import Action, Delete, Note, Plan
+from asyncflow_operator.decide.naming import NO_SYNC
 from asyncflow_operator.decide.secrets import SecretUpkeep
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import Manifest, Owner, Ref
@@ -194,14 +195,21 @@ class Draft(Generic[S]):
 
 
 def accept(draft: Draft[Any], *, problem: str, reason: str, message: str = "") -> None:
-    """Record that the newest spec is accepted or, if it has a ``problem``, that the last accepted one is in force."""
-    if not problem:
+    """Record that the newest spec is accepted or, if it has a ``problem``, which one is in force instead.
+
+    Without the WeightSync that it names, a job follows its newest spec with the last known fields of the WeightSync.
+    """
+    if not problem or reason == NO_SYNC:
         draft.fields["accepted_generation"] = draft.owner.generation
+    if not problem:
         draft.conditions.set("Accepted", True, "Accepted", message)
         return
     last = draft.before.accepted_generation
     in_force = f"Generation {last} stays in force" if last is not None else "The last accepted spec stays in force"
-    message = f"{in_force}{_FOLLOWED.get(draft.owner.kind, '')}. {problem}"
+    in_force += _FOLLOWED.get(draft.owner.kind, "")
+    if reason == NO_SYNC:
+        in_force = "The newest spec is in force with the last known fields of its WeightSync"
+    message = f"{in_force}. {problem}"
     if not draft.conditions.has_message("Accepted", message):
         draft.note(reason, message, warning=True)
     draft.conditions.set("Accepted", False, reason, message)

@@ -7,10 +7,13 @@ object.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from asyncflow.api.weights import SyncSpec, WeightsSpec
 
-_NAMED = "spec.weightSync.name"
+NO_SYNC: Final = "NoWeightSync"
+"""Reason of ``Accepted`` for a job that may not use the WeightSync that it names."""
+_NAMED: Final = "spec.weightSync.name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

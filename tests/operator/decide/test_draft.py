@@ -5,6 +5,7 @@ from model_samples import START
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Delete
 from asyncflow_operator.decide.draft import ConditionSet, Draft, accept, to_write
+from asyncflow_operator.decide.naming import NO_SYNC
 from asyncflow_operator.decide.progress import FIGURES
 from asyncflow_operator.decide.times import Alarm, to_rfc3339
 from asyncflow_operator.observed import Owner, Ref
@@ -120,3 +121,15 @@ def test_a_spec_that_is_refused_says_which_one_counts():
         assert said.message.startswith(f"{counts}; ")
         assert said.message.endswith(" spec.x: wrong")
         assert drafted.after().accepted_generation == accepted
+
+
+def test_without_its_weight_sync_a_job_follows_the_rest_of_its_newest_spec_and_says_so():
+    drafted = draft(JobStatus(accepted_generation=3))
+    accept(drafted, problem="spec.weightSync.name = 'shared': gone", reason=NO_SYNC)
+    (said,) = drafted.conditions.current
+    assert (said.status, said.reason) == ("False", NO_SYNC)
+    assert said.message == (
+        "The newest spec is in force with the last known fields of its WeightSync. "
+        "spec.weightSync.name = 'shared': gone"
+    )
+    assert drafted.after().accepted_generation == 5
