@@ -5,6 +5,7 @@ Invariant: methods that are not overridden follow the manifest, and refuse setti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.session.engines import Engines
 from asyncflow.session.experience import Experience
 from asyncflow.session.generating import UserEngine
+from asyncflow.training.backend import check_skipped
 
 
 class OwnTrainer:
@@ -90,7 +92,11 @@ class OwnTrainer:
         return [_sample(self.actor, prompt) for prompt in prompts]
 
     def fit(self) -> None:
-        """Train until the last step."""
+        """Train until the last step. A step whose gradient is not finite changes no weights.
+
+        Raises Diverged if this repeats.
+        """
+        skipped = 0
         if type(self).generate_sequences is not OwnTrainer.generate_sequences:
             self._generate_here()
         self.engines.weight_sync_notify(self.model)
@@ -101,12 +107,15 @@ class OwnTrainer:
                 part = self.update(batch.to(self.device))
                 part.backward()
                 loss, tokens = loss + float(part.detach()), tokens + int(batch.mask.sum())
-            norm = self._step(tokens)
+            metrics = self._step(tokens) | {"loss": loss / max(1, tokens)}
+            skipped = skipped + 1 if metrics["skipped"] else 0
+            check_skipped(skipped, step=self.engines.step + 1)
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            metrics = {"loss": loss / max(1, tokens), "grad_norm": norm}
-            self.engines.weight_sync_notify(self.model, state=state, metrics=metrics)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self.engines.weight_sync_notify(self.model, state=state, metrics=finite)
 
-    def _step(self, tokens: int) -> float:
+    def _step(self, tokens: int) -> dict[str, float]:
+        """Make the optimizer step, unless the gradient is not finite, and return its metrics."""
         settings = self._settings.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(self.engines.step + 1)
@@ -114,8 +123,10 @@ class OwnTrainer:
         for gradient in gradients:
             gradient /= max(1, tokens)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm or float("inf"))
-        self.optimizer.step()
-        return float(norm)
+        skipped = not norm.isfinite()
+        if not skipped:
+            self.optimizer.step()
+        return {"grad_norm": float(norm), "skipped": float(skipped)}
 
     def _check_default(self) -> None:
         algorithm = self.spec.algorithm

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import Diverged, ManifestError
 from asyncflow.flow.slots import SLOT_TOKENS
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.batch import MicroBatch
@@ -27,6 +27,9 @@ from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 from asyncflow.weights.probe import WeightProbe
 from asyncflow.weights.sender import PublishedSlice, Tensors
+
+_MOST_SKIPPED = 3
+"""Number of consecutive steps without a finite gradient at which training ends."""
 
 OPTIONS = "spec.trainer.backend.options"
 """The manifest field with the backend's own options."""
@@ -161,3 +164,13 @@ class TrainerBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the collectives and release all resources."""
+
+
+def check_skipped(skipped: int, *, step: int) -> None:
+    """Raise Diverged if ``skipped``, the number of consecutive steps up to ``step`` without an update, is 3."""
+    if skipped == _MOST_SKIPPED:
+        raise Diverged(
+            f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
+            where="trainer",
+            hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
+        )

@@ -27,11 +27,11 @@ from torch import Tensor
 from asyncflow.algorithms.loss import LossTotals
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.workers import LoraSpec
-from asyncflow.errors import Diverged, ManifestError
+from asyncflow.errors import ManifestError
 from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
-from asyncflow.training.backend import OPTIONS, TrainerBackend
+from asyncflow.training.backend import OPTIONS, TrainerBackend, check_skipped
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.critic import CriticModel
 from asyncflow.training.loops import combined
@@ -81,8 +81,6 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "optimizer.safetensors"
 _GENERATOR = "generator"
-_MOST_SKIPPED = 3
-"""Number of consecutive steps without a finite gradient at which training ends."""
 
 
 class TorchBackend(TrainerBackend):
@@ -461,12 +459,7 @@ class TorchBackend(TrainerBackend):
         self._update(step)
         metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
-        if self._skipped == _MOST_SKIPPED:
-            raise Diverged(
-                f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
-                where="trainer",
-                hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
-            )
+        check_skipped(self._skipped, step=step)
         if self._loss.target is not None:
             metrics["kl_coefficient"] = self._loss.kl
             self._loss = self._loss.after(metrics)
