@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError, StaleHandle, WrongUnit
+from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError, Refused, StaleHandle, WrongUnit
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import BytesLost, Place
@@ -252,7 +252,7 @@ async def test_whoever_put_and_has_gone_takes_the_result_from_nobody_else():
 async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
     unit = Unit()
     (row,) = await unit.create([1])
-    with pytest.raises(StaleHandle, match=f"row {row} has no column 'z'. It has a"):
+    with pytest.raises(Refused, match=f"row {row} has no column 'z'. It has a"):
         await unit.holdings.fetch([row], ["z"])
     unit.holdings.clear([row])
     with pytest.raises(StaleHandle, match=f"row {row} is not on this unit"):

@@ -220,8 +220,7 @@ class QueueClient:
         Unlike cancelling the claim, this does not return rows that were just granted.
         """
         peer = self._deciding.get((partition, task), CONTROLLER)
-        claim = calls.ClaimTicket(self.worker, ticket)
-        await self.ask("queue.withdraw", claim, calls.Done, timeout=timeout, peer=peer)
+        await self.ask("queue.withdraw", calls.ClaimTicket(self.worker, ticket), calls.Done, timeout=timeout, peer=peer)
 
     async def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
         """Return ``columns`` of ``rows`` in the order given, with one call per unit; empty int64 columns for no rows.
@@ -358,8 +357,7 @@ class QueueClient:
 
         Raises Refused if one of them is in a slot or has ended, or if their versions differ.
         """
-        request = calls.Exchange(partition, serial, step, late)
-        await self.ask("queue.exchange", request, calls.Done, timeout=timeout)
+        await self.ask("queue.exchange", calls.Exchange(partition, serial, step, late), calls.Done, timeout=timeout)
 
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
         """Start a trainer attempt whose weights are θ_step; every rank may call this.

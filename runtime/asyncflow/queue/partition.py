@@ -134,7 +134,7 @@ class Partition:
         """Return columns of rows, which may be claimed ones, in the given order.
 
         A column is one array if all rows have one shape, otherwise a list; the caller owns it. Raises StaleHandle for a
-        missing row, key or column.
+        missing row or key, Refused for a missing column.
         """
         deadline = now() + timeout
         ids = await self._ids([row.row if isinstance(row, LeasedRow) else row for row in rows], timeout)
@@ -206,8 +206,7 @@ class Partition:
         keys, ids = self._named(rows)
         if keys:
             ids += [row for row in (await self._find(keys, timeout)).rows if row]
-        request = calls.ClearRows(self.name, ids)
-        return await self.queue.ask("open.clear", request, int, timeout=left(deadline))
+        return await self.queue.ask("open.clear", calls.ClearRows(self.name, ids), int, timeout=left(deadline))
 
     async def _ids(self, rows: Sequence[int | str], timeout: float) -> list[int]:
         """Return the ids of rows that may be named by their keys.

@@ -165,8 +165,7 @@ def _shaped(column: Jagged, values: Array) -> Values:
     lengths = column.lengths
     if count == 0 or bool((lengths == lengths[0]).all()):
         return values.reshape(count, (int(lengths[0]) // per_item) if count else 0, *column.inner)
-    bounds = itertools.pairwise(column.offsets.tolist())
-    return [values[a:b].reshape(-1, *column.inner) for a, b in bounds]
+    return [values[a:b].reshape(-1, *column.inner) for a, b in itertools.pairwise(column.offsets.tolist())]
 
 
 def _widened(bits: Array) -> Array:
@@ -179,6 +178,8 @@ def pack_object(value: Any, *, where: str = "object") -> bytes:
         return _pack(_plain(value, where))
     except RecursionError:
         raise Refused("an object contains itself, or is nested too deep", where=where) from None
+    except (OverflowError, UnicodeEncodeError) as wrong:
+        raise Refused(f"an object cannot be sent: {wrong}", where=where) from wrong
 
 
 def unpack_object(data: bytes) -> Any:

@@ -137,8 +137,7 @@ def _look_up(key: tuple[int, str, int]) -> None:
 
 def _places(host: str, port: int, flags: int) -> list[Place]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    places = [(family, place) for family, _, _, _, place in found]
-    return sorted(places, key=lambda place: place[0] != socket.AF_INET)
+    return sorted([(family, place) for family, _, _, _, place in found], key=lambda place: place[0] != socket.AF_INET)
 
 
 _BIND_S = 3.0

@@ -81,8 +81,7 @@ def role_routes(
 
     async def readyz(_request: web.Request) -> web.Response:
         is_ready, reason = ready()
-        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return web.Response(text=f"{reason}\n", status=status)
+        return web.Response(text=f"{reason}\n", status=HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
     return [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)]
 

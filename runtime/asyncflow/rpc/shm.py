@@ -359,8 +359,7 @@ def listening(address: str) -> socket.socket | None:
 
 def is_same_user(peer: socket.socket) -> bool:
     """Return whether the peer certainly runs as this user. Users unknown in this namespace all have the same number."""
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.geteuid() and user != _overflow_uid())
 
 

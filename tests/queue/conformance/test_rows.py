@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.errors import DeadlineExceeded, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Refused
 from asyncflow.identity import RowPlace
 
 
@@ -43,7 +43,7 @@ async def test_10_a_column_of_some_rows_is_theirs_only(scores):
     await scores.declare("judge", ["score"])
     await scores.write(rows[1:2], {"score": np.array([1.0])})
     assert (await scores.get(rows[1:2], ["score"]))["score"].tolist() == [1.0]
-    with pytest.raises(StaleHandle, match="has no column 'score'"):
+    with pytest.raises(Refused, match="has no column 'score'"):
         await scores.get(rows, ["score"])
     assert [row.row for row in await scores.claim("judge", 8, timeout=1)] == [rows[1]]
     assert (await scores.peek("judge")).lacks == [["score"], [], ["score"]]

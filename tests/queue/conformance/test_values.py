@@ -117,6 +117,12 @@ def test_an_object_that_contains_itself_is_refused():
         pack_object(knot)
 
 
+@pytest.mark.parametrize("value", [{2**70: 1}, {"\ud800": 1}, ["\ud800"]])
+def test_an_object_that_msgpack_cannot_hold_is_refused(value):
+    with pytest.raises(Refused, match="an object cannot be sent"):
+        pack_object(value)
+
+
 def test_what_is_no_plain_value_is_refused_with_its_name():
     for value, words in (
         (object(), "of type object"),

@@ -71,8 +71,7 @@ class Parking:
             self._table.claims.park(claim)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        timer = loop.call_at(self._now() + wait_s, on_timeout)
-        waiter = _Waiter(partition, attempt, otherwise, future, timer, claim)
+        waiter = _Waiter(partition, attempt, otherwise, future, loop.call_at(self._now() + wait_s, on_timeout), claim)
         if claim is not None:
             self._claims[claim] = waiter
         self.waiters.setdefault(partition, {})[waiter] = None

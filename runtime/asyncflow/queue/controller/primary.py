@@ -211,8 +211,7 @@ class Primary(Handlers):
             raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
         self._requested[call.replica] = self.controller.now()
         nothing = calls.Feed(self.feed.epoch, self.feed.position, [])
-        changes = partial(self.feed.answer, call.epoch, call.position)
-        return self.controller.until(FEED, changes, call.wait_s, nothing)
+        return self.controller.until(FEED, partial(self.feed.answer, call.epoch, call.position), call.wait_s, nothing)
 
     def _enter_types(self, call: calls.EnterTypes) -> None:
         self.state.check_schema(self.state.partition(call.partition), call.dtypes)

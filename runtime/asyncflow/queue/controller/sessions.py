@@ -155,8 +155,7 @@ class Sessions:
             return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Orders] = loop.create_future()
-        idle = Orders(watch.done, [], self._leaving(unit))
-        timer = loop.call_later(watch.wait_s, _answer, future, idle)
+        timer = loop.call_later(watch.wait_s, _answer, future, Orders(watch.done, [], self._leaving(unit)))
         unit.watching = (future, timer)
         return future
 

@@ -175,8 +175,7 @@ class Ledger:
         """
         self._buffer.clear()
         last = newest(self.directory)
-        generation = int(last.stem) + 1 if last is not None else 1
-        path = self.directory / f"{generation:012d}.wal"
+        path = self.directory / f"{int(last.stem) + 1 if last is not None else 1:012d}.wal"
         draft = path.with_suffix(".draft")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:

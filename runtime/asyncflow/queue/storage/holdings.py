@@ -295,8 +295,8 @@ class Holdings:
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return ``columns`` of ``rows``, in that order.
 
-        Raises ProtocolError for no or repeated rows, StaleHandle for missing rows or columns, Refused for too many
-        bytes.
+        Raises ProtocolError for no or repeated rows, StaleHandle for missing rows, Refused for missing columns and for
+        too many bytes.
         """
         if not rows or len(set(rows)) < len(rows):
             what = f"a fetch names {len(rows)} rows, of which {len(set(rows))} differ"
@@ -322,7 +322,7 @@ class Holdings:
             for number in rows:
                 if name not in (cells := self.rows[number].cells):
                     hint = f"It has {', '.join(sorted(cells))}"
-                    raise StaleHandle(f"row {number} has no column {name!r}", where=self._where, hint=hint)
+                    raise Refused(f"row {number} has no column {name!r}", where=self._where, hint=hint)
             found.setdefault(tuple([self.rows[number].cells[name] for number in rows]), []).append(name)
         size = sum([part.size(names) for parts, names in found.items() for part in parts])
         if size > self._most:

@@ -244,8 +244,7 @@ class PackedBackend(Backend):
         """Return the places of all samples that were lost together with the ``unmoved`` ones."""
         async with self._lookup:
             place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
-            others = [key for key in place_of if key not in unmoved]
-            lost = await self._store.find_lost(sorted(unmoved), others)
+            lost = await self._store.find_lost(sorted(unmoved), [key for key in place_of if key not in unmoved])
         log.warning("%d values cannot be read, and %d other values are lost with them", len(unmoved), len(lost))
         return [place_of[key] for key in lost if place_of[key] in self._samples]
 

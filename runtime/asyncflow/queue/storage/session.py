@@ -242,8 +242,7 @@ class UnitSession:
         self._changed.clear()
         for first in range(0, len(held) + 1, _ROWS):
             announce = Announce(session, held[first : first + _ROWS], last=last and first + _ROWS > len(held))
-            unknown = await self._controller.call("units.announce", announce, list[int], timeout=_CALL_S)
-            self._holdings.clear(unknown)
+            self._holdings.clear(await self._controller.call("units.announce", announce, list[int], timeout=_CALL_S))
         if not self._changed:
             self._changes_reported.set()
 

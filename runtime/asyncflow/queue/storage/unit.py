@@ -12,7 +12,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 
-from asyncflow.errors import DeadlineExceeded, ProtocolError, Refused, StaleHandle, WrongUnit
+from asyncflow.errors import DeadlineExceeded, ProtocolError, Refused, WrongUnit
 from asyncflow.identity import COUNTER_BITS
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.protocol.unit_calls import (
@@ -211,7 +211,7 @@ class StorageUnit:
         self._moving.check(rows)
         try:
             columns = await self.holdings.fetch(rows, call.columns)
-        except StaleHandle:
+        except Refused:
             self._moving.check(rows)
             raise
         header, out = encode_batch(columns)

@@ -65,8 +65,7 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
         state.record(ev.Skipped(entry.partition, left_out))
     if made:
         own = [row for at in made for row in rows[at * size : (at + 1) * size]]
-        event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
-        state.record(event)
+        state.record(ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest))
         fresh: list[Row] = []
         for index, number in enumerate(rows):
             if (row := state.rows.get(number)) is not None and not row.reported:
@@ -240,14 +239,12 @@ def reset(state: QueueState, partition: PartitionState, task: str | None) -> int
     names = sorted(partition.queues) if task is None else [partition.known_task(task).spec.name]
     count = 0
     for name in names:
-        queue = partition.queues[name]
-        if queue.spec.kind == "gang":
+        if partition.queues[name].spec.kind == "gang":
             if task is None:
                 continue
             hint = "A trainer starts again from a checkpoint (begin)"
             raise Refused("the task of a gang is not reset", where=f"{partition.name}/{name}", hint=hint)
-        progress = (row.work.get(name, IDLE) for row in list_rows(partition))
-        if busy := sum(work.busy for work in progress):
+        if busy := sum(row.work.get(name, IDLE).busy for row in list_rows(partition)):
             state.record(ev.TaskReset(partition.name, name, busy))
             count += busy
     return count

@@ -31,8 +31,7 @@ def _plain(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 def _tensor(_: type, plain: tuple[str, list[int], bytes]) -> torch.Tensor:
     dtype, shape, content = plain
-    values = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
-    return values.view(getattr(torch, dtype)).view(shape)
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).view(getattr(torch, dtype)).view(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
