@@ -67,6 +67,22 @@ class BrokenSession:
         pass
 
 
+def test_an_interrupted_close_can_be_repeated(monkeypatch):
+    session = BrokenSession()
+    engines = Engines(session=session, place=SessionPlace(address="tcp://127.0.0.1:1"), partition="train")
+
+    def interrupted(_timeout):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.dismissed, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engines.close()
+    with pytest.raises(RuntimeError, match="a plug-in broke"):
+        engines.close()
+    engines.close()
+
+
 def test_an_error_of_the_users_is_raised_whatever_the_end_of_the_session_says(caplog):
     session = BrokenSession()
     with (

@@ -43,6 +43,10 @@ def handover(trainer):
     made.end(lambda: Refused("the test is over"))
 
 
+def same(batch):
+    return batch
+
+
 def one(serial):
     empty = Jagged.from_rows([[]], "int32")
     return MicroBatch(
@@ -63,7 +67,7 @@ def test_a_step_goes_through(handover, trainer):
     for serial in (1, 2):
         trainer.submit(handover.micro_batch, one(serial), version=None)
     finished = trainer.submit(handover.finish_step, 1)
-    taken = [handover.take(what="samples", timeout=WAIT_S) for _ in range(3)]
+    taken = [handover.take(same, what="samples", timeout=WAIT_S) for _ in range(3)]
     assert [batch and batch.keys[0].serial for batch in taken] == [1, 2, None]
     assert handover.trained == 2
     weights = torch.full((2,), 5.0)
@@ -76,7 +80,7 @@ def test_a_step_goes_through(handover, trainer):
 
 def test_what_a_step_was_finished_with_is_what_a_checkpoint_holds(handover, trainer, tmp_path):
     trainer.submit(handover.finish_step, 1)
-    assert handover.take(what="samples", timeout=WAIT_S) is None
+    assert handover.take(same, what="samples", timeout=WAIT_S) is None
     state = {"step": 1, "moments": torch.ones(3)}
     handover.finish({"w": torch.ones(1)}, state=state, metrics={})
     state["moments"] += 1
@@ -106,24 +110,24 @@ def test_a_step_is_not_finished_before_its_samples_were_taken(handover, trainer)
 @pytest.mark.parametrize("state", [threading.Thread, lambda: 1, threading.Lock()])
 def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, trainer, state):
     trainer.submit(handover.finish_step, 1)
-    handover.take(what="samples", timeout=WAIT_S)
+    handover.take(same, what="samples", timeout=WAIT_S)
     with pytest.raises(Refused, match="could not be read"):
         handover.finish({"w": torch.ones(1)}, state={"who": state}, metrics={})
 
 
 def test_a_state_that_could_not_be_read_again_is_refused_in_every_step(handover, trainer):
     trainer.submit(handover.finish_step, 1)
-    handover.take(what="samples", timeout=WAIT_S)
+    handover.take(same, what="samples", timeout=WAIT_S)
     handover.finish({"w": torch.ones(1)}, state={"best": None}, metrics={})
     trainer.submit(handover.finish_step, 2)
-    handover.take(what="samples", timeout=WAIT_S)
+    handover.take(same, what="samples", timeout=WAIT_S)
     with pytest.raises(Refused, match="could not be read"):
         handover.finish({"w": torch.ones(1)}, state={"best": np.float64(0.5)}, metrics={})
 
 
 def test_all_threads_that_wait_for_samples_hear_that_there_are_no_more(handover, trainer):
     with ThreadPoolExecutor(max_workers=2) as threads:
-        waiting = [threads.submit(handover.take, what="samples", timeout=WAIT_S) for _ in range(2)]
+        waiting = [threads.submit(handover.take, same, what="samples", timeout=WAIT_S) for _ in range(2)]
         while len(handover._changed._waiters) < 2:
             assert not any(each.done() for each in waiting)
         trainer.submit(handover.finish_step, 1)
@@ -132,7 +136,7 @@ def test_all_threads_that_wait_for_samples_hear_that_there_are_no_more(handover,
 
 def test_a_wait_for_samples_has_an_end(handover):
     with pytest.raises(DeadlineExceeded, match="samples of step 3 did not arrive"):
-        handover.take(what="samples of step 3", timeout=0.01)
+        handover.take(same, what="samples of step 3", timeout=0.01)
 
 
 @contextmanager
@@ -151,20 +155,22 @@ def interrupted():
 
 def test_a_wait_that_is_interrupted_loses_no_sample(handover, trainer):
     with pytest.raises(KeyboardInterrupt), interrupted():
-        handover.take(what="samples", timeout=WAIT_S)
+        handover.take(same, what="samples", timeout=WAIT_S)
     trainer.submit(handover.micro_batch, one(1), version=None)
-    assert handover.take(what="samples", timeout=WAIT_S).keys == [SampleKey(1, 0)]
+    with pytest.raises(ZeroDivisionError):
+        handover.take(lambda _: 1 / 0, what="samples", timeout=WAIT_S)
+    assert handover.take(same, what="samples", timeout=WAIT_S).keys == [SampleKey(1, 0)]
 
 
 def test_the_end_wakes_both_sides(handover, trainer):
     offered = trainer.submit(handover.micro_batch, one(1), version=None)
-    handover.take(what="samples", timeout=WAIT_S)
+    handover.take(same, what="samples", timeout=WAIT_S)
     offered.result(WAIT_S)
     finishing = trainer.submit(handover.finish_step, 1)
     threading.Timer(0.01, handover.end, [lambda: Fenced("replaced")]).start()
     with pytest.raises(GroupLeft):
         finishing.result(WAIT_S)
-    handover.take(what="samples", timeout=WAIT_S)  # the end of the step had been offered before
+    handover.take(same, what="samples", timeout=WAIT_S)  # the end of the step had been offered before
     with pytest.raises(Fenced, match="replaced"):
         handover.finish({"w": torch.ones(1)}, state=None, metrics={})
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -234,11 +235,11 @@ class Engines:
             return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
         if index.owner == self._owner:
             consumer = self._consumer()
-            return consumer.run(consumer.complete(index.rows, encode_columns(data)))
+            return consumer.run(consumer.complete(index.rows, encode_columns(data), timeout=timeout))
         if (owner := LEASE_OWNERS.get(index.owner)) is None:
             hint = "Put results while the loader that returned their index still exists"
             raise Refused("these rows were claimed by a loader that no longer exists", where=where, hint=hint)
-        result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data)
+        result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data, timeout=timeout)
         return result
 
     def weight_sync_notify(
@@ -297,9 +298,10 @@ class Engines:
         After the last step, wait until the job has ended, wherever it runs. Meanwhile other threads may still do tasks
         that the job leaves to the user; they receive None when no more rows will come. Before the last step, the
         trainer writes a checkpoint of the last completed step, and a job that this process started ends; a new call of
-        ``init_engines`` continues it. Raises the error of the session, if any.
+        ``init_engines`` continues it. A call that was interrupted can be repeated. Raises the error of the session, if
+        any.
         """
-        session, self._session = self._session, None
+        session = self._session
         deadline = time.monotonic() + timeout
         try:
             if session is not None and self.step >= self.steps:
@@ -314,6 +316,7 @@ class Engines:
         if self.step < self.steps:
             session.leave()
         session.thread.join(max(0.0, deadline - time.monotonic()))
+        self._session = None
         if session.thread.is_alive():
             session.leave()
             raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="See its status")
@@ -362,8 +365,7 @@ class Engines:
             raise Refused("there are no weights yet", where="get_experience_data", hint=hint)
         if step > self.steps:
             return None
-        batch = handover.take(what=f"samples of step {step}", timeout=timeout)
-        return None if batch is None else Experience.of(batch, step=step)
+        return handover.take(partial(Experience.of, step=step), what=f"samples of step {step}", timeout=timeout)
 
     def _put_into_job(self, prompts: Sequence[Prompt], *, first: int, timeout: float) -> list[int]:
         starts = range(0, len(prompts), _PROMPTS_PER_CALL)
@@ -400,7 +402,7 @@ class Engines:
         with self._lock:
             if self._closed:
                 raise Refused("the session was closed", where="session", hint="Call init_engines again")
-            if self._queue is None:
+            if self._queue is None or self._queue.pid != os.getpid():
                 self._queue = Consumer(self.queue)
             return self._queue
 
@@ -428,7 +430,7 @@ class Engines:
             await consumer.keep(claimed.rows)
             try:
                 data = await rows.get(claimed.rows, columns, timeout=_CALL_S)
-            except AsyncFlowError:
+            except BaseException:  # also of a caller that was interrupted
                 await consumer.give_back(claimed.rows, "its columns could not be read")
                 raise
             return ClaimedRows(

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import torch
@@ -38,6 +38,8 @@ from asyncflow.training.checkpoint import MANIFEST, CheckpointManifest
 from asyncflow.training.ranks import GroupLeft, ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 from asyncflow.training.torch.device import as_array, rounded
+
+T = TypeVar("T")
 
 _FILE: Final = "state.pt"
 _END: Final = "end"
@@ -82,20 +84,25 @@ class Handover(TrainerBackend):
         """True once the user has set weights."""
         return self._weights is not None
 
-    def take(self, *, what: str, timeout: float) -> MicroBatch | None:
-        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded for ``what``."""
+    def take(self, convert: Callable[[MicroBatch], T], *, what: str, timeout: float) -> T | None:
+        """Return the next samples of the step, converted; None once all were taken.
+
+        Samples whose conversion fails, or is interrupted, are not taken. Raises DeadlineExceeded for ``what``.
+        """
         with self._changed:
             if not self._exhausted:
                 self._wait(lambda: self._offered is not None or self._exhausted, what=what, timeout=timeout)
             if self._exhausted:
                 return None
-            offered, self._offered = self._offered, None
+            offered = self._offered
+            taken = convert(offered) if isinstance(offered, MicroBatch) else None
+            self._offered = None
             self._changed.notify_all()
             if not isinstance(offered, MicroBatch):
                 self._exhausted = True
                 return None
             self.trained += len(offered)
-            return offered
+            return taken
 
     def finish(self, weights: Mapping[str, Tensor], *, state: Any, metrics: Mapping[str, float]) -> None:
         """Set the weights, state and metrics after the step. Raises Refused if samples of the step were not taken."""

@@ -1,10 +1,13 @@
 """A lease task as a data set: any number of loader workers, each sample once, nothing lost, an end."""
 
 import asyncio
+import gc
 import multiprocessing
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +21,7 @@ from asyncflow.api.names import TLS_ENV  # noqa: E402
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E402
 from asyncflow.local.issuer import Issuer  # noqa: E402
 from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
+from asyncflow.queue.client import aconnect  # noqa: E402
 from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
 from asyncflow.queue.torch.dataset import Consumer  # noqa: E402
 from asyncflow.queue.values import encode  # noqa: E402
@@ -278,6 +282,34 @@ def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
     served.close_partition(1)
     assert len(serials(iterator)) == ROWS - 1
     assert served.stats().redeliveries == 1
+
+
+def test_a_column_that_rows_lack_ends_the_iteration(served, dataset):
+    served.fill(range(1), close=1)
+    with pytest.raises(Refused, match="has no column 'nothing'"):
+        next(iter(dataset(columns=["prompt", "nothing"])))
+    assert serials(dataset()) == [0]
+
+
+def test_an_iteration_may_be_ended_by_the_garbage_collector_in_the_thread_of_the_client(served, dataset):
+    served.fill(range(2), close=1)
+    data = dataset(rows=1)
+    knot = [iter(data)]
+    knot.append(knot)
+    assert len(next(knot[0])) == 1
+    collected = Future()
+    del knot
+    data._consumer().queue._loop.call_soon_threadsafe(lambda: collected.set_result(gc.collect()))
+    assert collected.result(10)
+    assert serials(data) == [0, 1]
+
+
+def test_a_client_that_found_no_queue_leaves_no_thread(monkeypatch):
+    monkeypatch.setattr("asyncflow.queue.torch.dataset.aconnect", partial(aconnect, timeout=0.05))
+    before = threading.active_count()
+    with pytest.raises(DeadlineExceeded):
+        Consumer(QueueAddress(address="tcp://127.0.0.1:1"))
+    assert threading.active_count() == before
 
 
 def test_columns_keep_their_dtypes(served, dataset):

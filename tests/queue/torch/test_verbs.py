@@ -1,5 +1,7 @@
 """AsyncFlow's verbs and the streaming loader on a queue that stands alone."""
 
+import asyncio
+import os
 import re
 import runpy
 import subprocess
@@ -11,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import asyncflow  # noqa: E402
-from asyncflow.errors import DeadlineExceeded, Refused  # noqa: E402
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 OWN = ROOT / "examples" / "own"
@@ -49,6 +51,35 @@ def test_what_was_claimed_and_not_put_goes_to_another(served):
         assert first.get_experience_data("actor", ["prompts"], 1).data == {"prompts": ["one"]}
     with asyncflow.init_engines(served.address, partition="again") as second:
         assert second.get_experience_data("actor", ["prompts"], 1, timeout=30).data == {"prompts": ["one"]}
+
+
+def test_rows_of_an_interrupted_call_go_to_the_next(served, monkeypatch):
+    with asyncflow.init_engines(served.address, partition="interrupted") as engines:
+        engines.put_prompts_data(["one"])
+
+        async def interrupted(*_, **__):
+            raise asyncio.CancelledError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engines._consumer().client, "fetch", interrupted)
+            with pytest.raises(PeerLost):
+                engines.get_experience_data("actor", ["prompts"], 1)
+        assert engines.get_experience_data("actor", ["prompts"], 1, timeout=5).data == {"prompts": ["one"]}
+
+
+def test_a_forked_process_has_a_client_of_its_own(served):
+    with asyncflow.init_engines(served.address, partition="forked") as engines:
+        engines.put_prompts_data(["one"])
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                engines.put_prompts_data(["two"])
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert engines.get_experience_data("actor", ["prompts"], 2).data == {"prompts": ["one", "two"]}
 
 
 def test_a_wait_ends_at_its_deadline_and_says_for_whom(served):

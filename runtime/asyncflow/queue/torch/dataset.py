@@ -77,7 +77,11 @@ class Consumer:
     def __init__(self, queue: QueueAddress, *, holder: str = "") -> None:
         self.pid = os.getpid()
         self.queue = BlockingQueue(lambda: queue.client(holder))
-        self.client = self.queue.awaited
+        try:
+            self.client = self.queue.awaited
+        except BaseException:
+            self.queue.close()
+            raise
         self._holder = holder
         self._kept: dict[str, list[LeasedRow]] = {}
         self._renewing: asyncio.Task[None] | None = None
@@ -94,6 +98,18 @@ class Consumer:
             raise Refused("the data set was closed", where="queue data set", hint=hint)
         return self.queue.run(job)
 
+    def finish(self, job: Coroutine[Any, Any, None]) -> None:
+        """Run the last job of an iteration, unless this was closed.
+
+        Start it only in the queue's own thread, where the garbage collector may end the iteration.
+        """
+        if self.queue.closed:
+            job.close()
+        elif threading.current_thread() is self.queue.thread:
+            self._spawn(job)
+        else:
+            self.run(job)
+
     async def keep(self, rows: list[LeasedRow]) -> None:
         """Keep the lease of ``rows`` in force from now on."""
         self._kept[rows[0].lease] = rows
@@ -103,9 +119,9 @@ class Consumer:
                 renewing.cancel()  # it sleeps too long
             self._due, self._renewing = due, self._spawn(self._renew())
 
-    async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
+    async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged], *, timeout: float) -> list[bool]:
         """Complete ``rows`` of one lease; False if it had ended, so that the row may have another holder."""
-        results = await self.client.complete(rows, outputs, timeout=CALL_S)
+        results = await self.client.complete(rows, outputs, timeout=timeout)
         self._kept.pop(rows[0].lease, None)
         return results
 
@@ -145,8 +161,7 @@ class Consumer:
             while (item := self.run(take())) is not None:
                 yield item
         finally:
-            if not self.queue.closed:
-                self.run(cancelled([making]))
+            self.finish(cancelled([making]))
 
     def close(self) -> None:
         """Leave the queue, and return the kept rows, unless another process holds them."""
@@ -201,6 +216,8 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
     requested; patience_s: seconds without a row after which the iteration fails with DeadlineExceeded.
     """
 
+    _current: Consumer | None = None
+
     def __init__(
         self, *, queue: QueueAddress | str, partition: str, columns: Sequence[str], prefetch: int, patience_s: float
     ) -> None:
@@ -213,7 +230,6 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
         self.columns = list(columns)
         self._prefetch = prefetch
         self._patience_s = patience_s
-        self._current: Consumer | None = None
 
     def close(self) -> None:
         """Return the kept rows to the queue, and leave it; later calls join it again."""
@@ -228,8 +244,7 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
         self.close()
 
     def __del__(self) -> None:
-        if "_current" in self.__dict__:
-            self.close()
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_current": None}
@@ -290,11 +305,12 @@ class StreamingDataset(QueueDataset):
                     elif self._acknowledge(consumer, leased, rows):
                         yield replace(batch, lease=None)
         finally:
-            if not consumer.queue.closed:
-                for rows in leased.values():
-                    consumer.run(consumer.give_back(rows, "the iteration was left"))
+            for rows in leased.values():
+                consumer.finish(consumer.give_back(rows, "the iteration was left"))
 
-    def complete(self, batch: Batch, outputs: Mapping[str, Any] | None = None) -> list[bool]:
+    def complete(
+        self, batch: Batch, outputs: Mapping[str, Any] | None = None, *, timeout: float = CALL_S
+    ) -> list[bool]:
         """Acknowledge ``batch`` with its outputs: columns, each a ``Column`` or one value for each row (tensors that
         differ in their first dimension only, or numbers, texts, plain objects).
 
@@ -308,7 +324,7 @@ class StreamingDataset(QueueDataset):
             for name, values in (outputs or {}).items()
         }
         consumer = self._consumer()
-        return consumer.run(consumer.complete(batch.lease.rows, made))
+        return consumer.run(consumer.complete(batch.lease.rows, made, timeout=timeout))
 
     def give_back(self, batch: Batch, *, reason: str) -> None:
         """Make the rows of ``batch`` ready again."""
@@ -332,7 +348,7 @@ class StreamingDataset(QueueDataset):
 
     def _acknowledge(self, consumer: Consumer, leased: dict[str, list[LeasedRow]], rows: list[LeasedRow]) -> bool:
         """Complete the rows of a batch, and return whether its lease was still in force."""
-        done = all(consumer.run(consumer.complete(rows, {})))
+        done = all(consumer.run(consumer.complete(rows, {}, timeout=CALL_S)))
         del leased[rows[0].lease]
         if not done:
             log.warning("the lease of a %s/%s batch had ended; its rows may be leased again", self.partition, self.task)
@@ -360,7 +376,6 @@ class StreamingDataset(QueueDataset):
         )
         if (rows := claimed.rows) or claimed.ended:
             return rows
+        what = f"no row became ready within {self._patience_s:g} s"
         hint = "Check that the tasks before this one make progress; after the last put, close() the partition"
-        raise DeadlineExceeded(
-            f"no row became ready within {self._patience_s:g} s", where=f"{self.partition}/{self.task}", hint=hint
-        )
+        raise DeadlineExceeded(what, where=f"{self.partition}/{self.task}", hint=hint)
