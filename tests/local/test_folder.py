@@ -173,10 +173,12 @@ def test_a_start_that_fails_halfway_leaves_nobody_holding_the_folder(tmp_path):
     RunFolder.claim(tmp_path).release()
 
 
-@pytest.mark.parametrize("comes_by", [shutil.copytree, shutil.move])
-def test_processes_of_a_killed_run_are_ended_but_not_those_of_the_run_of_which_the_folder_is_a_copy(tmp_path, comes_by):
+@pytest.mark.parametrize(("comes_by", "older"), [(shutil.copytree, False), (shutil.move, False), (shutil.move, True)])
+def test_processes_of_a_killed_run_are_ended_but_not_those_of_the_run_of_which_the_folder_is_a_copy(
+    tmp_path, comes_by, older
+):
     path, mark = begun(tmp_path / "run"), uuid.uuid4().hex
-    lock = (path / "run" / "lock").stat().st_ino
+    lock = 0 if older else (path / "run" / "lock").stat().st_ino
     Record(mark=mark, lock=lock, supervisor=1, started="", driver="", http="").save(processes_of(path))
     with subprocess.Popen(["sleep", "600"], env={**os.environ, reaper.MARK: mark}) as left:
         comes_by(path, tmp_path / "other")

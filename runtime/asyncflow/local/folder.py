@@ -110,9 +110,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """All replicas placed by one supervisor.
 
     mark: mark of the run in its processes' environment; lock: inode number of the folder's lock, which a copy of the
-    folder does not share; supervisor: its pid; driver: address to which all processes connect; http: URL of the first
-    replica's status; control: URL of the driver's control service, "" without a driver; scales: wanted numbers of
-    replicas of elastic roles.
+    folder does not share, 0 in a record of an older version; supervisor: its pid; driver: address to which all
+    processes connect; http: URL of the first replica's status; control: URL of the driver's control service, ""
+    without a driver; scales: wanted numbers of replicas of elastic roles.
     """
 
     mark: str
@@ -579,7 +579,7 @@ def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
 def _end_predecessor(path: Path) -> None:
     """End the processes that the folder's last supervisor, which has ended, left running; rename a damaged record."""
     record, file = load_record(path), processes_of(path)
-    if record is not None and record.lock == (path / "run" / "lock").stat().st_ino:
+    if record is not None and record.lock in (0, (path / "run" / "lock").stat().st_ino):
         reaper.sweep(mark=record.mark, sessions=())
     elif record is None and file.exists():
         aside = file.with_name(f"{file.name}{ASIDE}")
