@@ -33,6 +33,7 @@ def test_embeddings_of_a_model_type_are_tied_if_its_config_does_not_say_otherwis
     gemma = {"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4}
     gemma |= {"num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262_144, "model_type": "gemma3_text"}
     assert shape_of(gemma, name="gemma-3-1b").parameters == pytest.approx(1.0e9, rel=0.01)
+    assert shape_of({**gemma, "model_type": "gemma2"}, name="gemma-2").tied
     assert not shape_of({**gemma, "tie_word_embeddings": False}, name="other").tied
 
 

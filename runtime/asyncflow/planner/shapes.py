@@ -22,15 +22,20 @@ _TIED: Final = frozenset(
     [
         "cohere",
         "cohere2",
+        "cohere2_moe",
         "ernie4_5",
         "ernie4_5_moe",
         "gemma",
+        "gemma2",
         "gemma3",
         "gemma3_text",
         "gemma4",
         "gemma4_text",
+        "lfm2",
+        "lfm2_moe",
         "smollm3",
         "starcoder2",
+        "vaultgemma",
     ]
 )
 """Model types whose embeddings are tied if config.json does not say so, as in transformers."""
