@@ -268,8 +268,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], output: int, release: i
     setproctitle.setproctitle(" ".join(argv))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are of nested parallel regions
-    if (torch := sys.modules.get("torch")) is not None and threads.isdecimal():
+    threads = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # further numbers are of nested parallel regions
+    if (torch := sys.modules.get("torch")) is not None and threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
     sys.argv = list(argv[2:])
     try:
