@@ -226,7 +226,7 @@ class QueueClient:
         """Return ``columns`` of ``rows`` in the order given, with one call per unit; empty int64 columns for no rows.
 
         The arrays are writable and owned by the caller. Raises StaleHandle for a row that was cleared or lost, Refused
-        for more than 1 GiB from one unit.
+        for a row without one of the columns and for more than 1 GiB from one unit.
         """
         ids, units = locate(rows)
         if not ids:
