@@ -571,12 +571,12 @@ def invoke(arguments: Sequence[str]) -> int:
         result = app.main(args=list(arguments), prog_name="asyncflow", standalone_mode=False)
     except click.ClickException as error:
         return _refuse(error.format_message(), error.exit_code)
-    except ManifestError as error:
-        return _refuse(str(error), USAGE)
     except AsyncFlowError as error:
-        return _refuse(str(error), FAILED)
+        return _refuse(str(error), USAGE if isinstance(error, ManifestError) else FAILED)
     except OSError as error:
-        number, path = error.errno or 0, error.filename or (None if os.stat(".").st_nlink else "the working directory")
+        number, path = error.errno or 0, error.filename
+        if number == errno.ENOENT and path is None and not os.stat(".").st_nlink:
+            path = "the working directory"
         if (hint := _DISK_HINTS.get(number)) is not None:
             return _refuse(f"{path or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
         if path is None or (hint := _PATH_HINTS.get(number)) is None:
