@@ -60,7 +60,7 @@ async def test_29_unknown_keys_and_columns_are_errors_and_a_subset_comes_in_the_
     assert (await scores.get(["d", "a", "c"], ["n"]))["n"].tolist() == [3, 0, 2]
     with pytest.raises(StaleHandle, match="'nobody'"):
         await scores.get(["nobody"], ["n"])
-    with pytest.raises(StaleHandle, match="no column 'm'"):
+    with pytest.raises(Refused, match="no column 'm'"):
         await scores.get(["a"], ["m"])
     with pytest.raises(Refused, match="key a is named twice"):
         await scores.put({"n": np.arange(2)}, keys=["a", "a"])

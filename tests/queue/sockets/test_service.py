@@ -227,7 +227,7 @@ async def test_handles_to_what_is_gone_are_refused(cluster):
     async with cluster() as queue:
         await queue.create(0)
         rows = await queue.claim("rollout")
-        with pytest.raises(StaleHandle, match="no column 'nonsense'"):
+        with pytest.raises(Refused, match="no column 'nonsense'"):
             await queue.client.fetch(rows, ["nonsense"], timeout=10)
         await queue.client.drop(rows, reason="test", timeout=10)
         async with asyncio.timeout(10):
