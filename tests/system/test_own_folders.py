@@ -102,7 +102,7 @@ def test_what_a_rollout_holds_that_is_told_to_end_comes_back_at_once(tmp_path: P
 
 
 def test_sequences_are_carried_over_and_handed_on_and_each_sample_counts_once(tmp_path: Path) -> None:
-    slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.1}}"
+    slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.15}}"
     carried = ["schedule.swapAt=token", "schedule.maxStaleness=2"]
     with job(tmp_path, slowly, *carried, "algorithm.steps=10") as made:
         made.until_step(2)
