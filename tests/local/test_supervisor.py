@@ -237,12 +237,14 @@ def test_what_a_killed_supervisor_left_has_ended_before_the_next_run_begins(star
     first.pids("driver-0")
     reaper = first.reapers()[0]
     os.kill(reaper, signal.SIGSTOP)
-    first.process.kill()
-    first.wait()
-    second = start(driver={}, rollout={})
-    second.pids("driver-0", 1)
-    assert not any(map(second.alive, [rollout, marked, elsewhere]))
-    os.kill(reaper, signal.SIGCONT)
+    try:
+        first.process.kill()
+        first.wait()
+        second = start(driver={}, rollout={})
+        second.pids("driver-0", 1)
+        assert not any(map(second.alive, [rollout, marked, elsewhere]))
+    finally:
+        os.kill(reaper, signal.SIGCONT)
     second.wait_until(lambda: not second.alive(unmarked), "the stopped reaper to do its work")
     second.process.send_signal(signal.SIGTERM)
     assert second.wait() == 143
