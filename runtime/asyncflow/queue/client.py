@@ -133,8 +133,7 @@ class QueueClient:
         not ``new``; a wanted one is put again.
 
         Raises Refused for columns that do not fit the partition, for more bytes than any unit can hold, and without
-        ``samples`` for more than 960 MiB or 1,048,576 rows; Fenced if a newer attempt of the samples' creator has taken
-        over.
+        ``samples`` for more than 960 MiB or 1,048,576 rows; Fenced if a newer attempt of the creator has taken over.
         """
         rows = len(next(iter(columns.values()), tags or ()) if keys is None else keys)
         check_rows(columns, tags, rows=rows)

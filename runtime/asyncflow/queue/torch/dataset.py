@@ -99,10 +99,7 @@ class Consumer:
         return self.queue.run(job)
 
     def finish(self, job: Coroutine[Any, Any, None]) -> None:
-        """Run the last job of an iteration, unless this was closed.
-
-        Start it only in the queue's own thread, where the garbage collector may end the iteration.
-        """
+        """Run a last job; start it only in the queue's thread, where the garbage collector may end an iteration."""
         if self.queue.closed:
             job.close()
         elif threading.current_thread() is self.queue.thread:
@@ -290,6 +287,11 @@ class StreamingDataset(QueueDataset):
         loader = get_worker_info() is not None
         consumer = self._consumer(self._name if loader and self._explicit else "")
         leased: dict[str, list[LeasedRow]] = {}
+
+        async def give_back() -> None:
+            for rows in list(leased.values()):
+                await consumer.give_back(rows, "the iteration was left")
+
         claimed = consumer.prefetched(self._claimed(consumer, leased), 0 if loader else self._prefetch)
         try:
             with closing(claimed) as batches:
@@ -305,8 +307,7 @@ class StreamingDataset(QueueDataset):
                     elif self._acknowledge(consumer, leased, rows):
                         yield replace(batch, lease=None)
         finally:
-            for rows in leased.values():
-                consumer.finish(consumer.give_back(rows, "the iteration was left"))
+            consumer.finish(give_back())
 
     def complete(
         self, batch: Batch, outputs: Mapping[str, Any] | None = None, *, timeout: float = CALL_S
