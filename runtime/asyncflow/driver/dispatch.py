@@ -314,8 +314,9 @@ def restore(assignment: PromptAssignment, snapshot: PartitionSnapshot) -> None:
 
 
 def require_put(snapshot: PartitionSnapshot, *, prompts: int) -> None:
-    """Raise Refused if the ledger has fewer than the ``prompts`` that were put, so it was lost. The driver cannot
-    continue then; its next attempt starts with what the ledger has.
+    """Raise Refused if the ledger has fewer prompts than the ``prompts`` that were put: it was lost.
+
+    The driver cannot continue then; its next attempt starts with what the ledger has.
     """
     known = snapshot.next_serial - len(snapshot.missing)
     if known < prompts:

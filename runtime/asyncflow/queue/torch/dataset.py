@@ -99,7 +99,7 @@ class Consumer:
         return self.queue.run(job)
 
     def finish(self, job: Coroutine[Any, Any, None]) -> None:
-        """Run a last job; start it only in the queue's thread, where the garbage collector may end an iteration."""
+        """Run a last job; only start it in the queue's own thread, in which the garbage collector may run."""
         if self.queue.closed:
             job.close()
         elif threading.current_thread() is self.queue.thread:
