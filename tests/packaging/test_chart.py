@@ -122,6 +122,28 @@ def test_the_operator_may_touch_exactly_the_kinds_that_it_knows(render: Render) 
     assert granted == {resource(kind) for kind in (*BY_NAME.values(), *REFERRED, EVENT, LEASE, NODE)} | statuses
 
 
+def test_users_who_may_view_read_all_subresources_and_editors_scale(render: Render) -> None:
+    objects = render()
+    roles = {role["metadata"]["name"].rpartition("-")[2]: role["rules"] for role in of(objects, "ClusterRole")}
+    allowed = {
+        (verb, resource)
+        for role in ("view", "edit")
+        for rule in roles[role]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+        if "/" in resource
+    }
+    subresources = {
+        f"{crd['spec']['names']['plural']}/{subresource}"
+        for crd in of(objects, "CustomResourceDefinition")
+        for version in crd["spec"]["versions"]
+        for subresource in version["subresources"]
+    }
+    scales = {each for each in subresources if each.endswith("/scale")}
+    assert {each for verb, each in allowed if verb == "get"} == subresources
+    assert {each for verb, each in allowed if verb == "patch"} == scales
+
+
 def test_what_is_watched_may_be_listed_and_watched(render: Render) -> None:
     verbs: dict[str, set[str]] = {}
     for rule in rules(render()):
