@@ -78,7 +78,7 @@ Put: TypeAlias = Callable[[memoryview], int | None]
 
 
 class Inbox:
-    """Received messages: ``room`` returns memory for the next bytes, ``took`` processes them. Parts own their memory.
+    """Received messages: ``room`` returns memory for the next bytes, ``took`` processes them. Parts are never reused.
 
     most: maximum bytes of one message, which may be changed between two messages; take: returns the part of a given
     size at a page of shared memory.
@@ -100,32 +100,32 @@ class Inbox:
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Process ``count`` bytes that were written into ``room``, and return the messages completed by them."""
-        stream, begin = self._stream, 0
+        begin = 0
         if self._direct:
             self._filled += count
         else:
-            stream += _staging.memory[:count]
+            self._stream += _staging.memory[:count]
         whole = []
-        while True:
-            if self._missing:
-                begin += self._fill(begin)
-                if self._missing:
-                    break
-            else:
+        while self._missing or begin < len(self._stream):
+            if not self._missing:
                 block = self._block(begin)
                 if block is None:
                     break
                 begin += LENGTH.size + len(block)
                 self._parse_block(block)
-            if not self._missing:
-                whole.append(self._parts)
-                self._parts = []
-        del stream[:begin]
+            if self._missing:
+                begin += self._fill(begin)
+                if self._missing:
+                    break
+            whole.append(self._parts)
+            self._parts = []
+        if begin:
+            self._stream = self._stream[begin:]  # the parts keep the old one
         return whole
 
     def close(self) -> None:
         """Release incomplete messages; nothing more is received."""
-        self._stream.clear()
+        self._stream = bytearray()
         self._missing.clear()
         self._parts = []
 
@@ -154,7 +154,7 @@ class Inbox:
                 raise ProtocolError("the peer speaks TLS, and this process has no certificate")
             raise ProtocolError(f"a message begins with {size} bytes, but at most {self.most} are allowed")
         begin += LENGTH.size
-        return memoryview(self._stream[begin : begin + size]) if len(self._stream) - begin >= size else None
+        return memoryview(self._stream)[begin : begin + size] if len(self._stream) - begin >= size else None
 
     def _parse_block(self, block: memoryview) -> None:
         """Start the message that ``block`` describes: take its small parts, and allocate memory for the large ones."""
