@@ -57,11 +57,13 @@ async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, t
     deadline, seconds = loop.time() + timeout, timeout
     last: AsyncFlowError | None = None
     answered: AsyncFlowError | None = None
-    for delay in delays():
+    waits = delays()
+    while True:
         try:
             return await attempt(seconds)
         except (PeerLost, DeadlineExceeded) as error:
             last, answered = error, error if error.from_peer else answered
+        delay = next(waits)
         seconds = deadline - loop.time() - delay
         if seconds <= 0:
             break
