@@ -16,7 +16,7 @@ import socket as sockets
 import ssl
 from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -144,9 +144,9 @@ log = logging.getLogger(__name__)
 Reply: TypeAlias = Any
 """Any object that msgspec encodes, or a tuple of such an object and frames."""
 Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Reply]
-"""Function of the request and its frames (writable views, owned by it) that returns the reply or an awaitable of it.
+"""Function of the request and its frames (writable views, owned by it); returns the reply, its coroutine or future.
 
-It is called when the request is read, so calls of one client start in the order in which it made them. An awaitable is
+It is called when the request is read, so calls of one client start in the order in which it made them. A coroutine is
 cancelled when the caller stops waiting, so it must keep its state consistent at every await. Frames of a reply of at
 least 64 KiB are sent without a copy: they must never change afterwards.
 """
@@ -365,8 +365,10 @@ class RpcServer:
         """Answer a call with the result or error of ``handler``, immediately or when its awaitable is done."""
         try:
             reply = handler(*arguments)
-            if isinstance(reply, Awaitable):
-                self._await_reply(peer, header, asyncio.ensure_future(reply))
+            if isinstance(reply, Coroutine):
+                reply = asyncio.get_running_loop().create_task(reply)
+            if isinstance(reply, asyncio.Future):
+                self._await_reply(peer, header, reply)
             else:
                 self._send_reply(peer, header, reply)
         except AsyncFlowError as error:
