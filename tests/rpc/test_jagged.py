@@ -11,27 +11,28 @@ rows_of_ints = st.lists(st.lists(st.integers(-100, 100), max_size=4), max_size=6
 
 
 @given(rows_of_ints, st.data())
-def test_take_and_gather_are_those_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
+def test_take_and_concat_are_those_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
     column = Jagged.from_rows(rows, np.int32)
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
     assert column.take(indices) == Jagged.from_rows([rows[i] for i in indices], "int32")
-    both = Jagged.gather([(column, 0, len(rows)), (column.take(indices), 0, len(indices))])
+    both = Jagged.concat([column, column.take(indices)])
     assert both == Jagged.from_rows(rows + [rows[i] for i in indices], "int32")
     assert column.lengths.tolist() == [len(row) for row in rows]
 
 
 @given(st.lists(rows_of_ints, min_size=1, max_size=4), st.data())
-def test_gather_is_that_of_slices_and_one_run_is_not_copied(parts: list[list[list[int]]], data: st.DataObject) -> None:
-    runs, expected = [], []
+def test_cut_is_a_slice_without_a_copy_and_concat_their_sum(parts: list[list[list[int]]], data: st.DataObject) -> None:
+    runs, expected = list[Jagged](), list[list[int]]()
     for rows in parts:
         start = data.draw(st.integers(0, len(rows)))
         stop = data.draw(st.integers(start, len(rows)))
-        runs.append((Jagged.from_rows(rows, "int16"), start, stop))
+        column = Jagged.from_rows(rows, "int16")
+        runs.append(column.cut(start, stop))
+        assert not runs[-1].values.size or np.shares_memory(runs[-1].values, column.values)
         expected += rows[start:stop]
-    gathered = Jagged.gather(runs)
+    gathered = Jagged.concat(runs)
     assert gathered == Jagged.from_rows(expected, "int16")
-    if len(runs) == 1 and gathered.values.size:
-        assert np.shares_memory(gathered.values, runs[0][0].values)
+    assert len(runs) > 1 or gathered is runs[0]
 
 
 def test_bfloat16_keeps_its_name_and_its_bits() -> None:
@@ -87,7 +88,7 @@ def test_offsets_that_do_not_cut_all_values_into_rows_are_refused(offsets: list[
 def test_columns_of_two_forms_are_not_one() -> None:
     for other in (Jagged.from_rows([], "int16"), Jagged.from_rows([], "int8", inner=None)):
         with pytest.raises(ValueError, match="cannot be one column"):
-            Jagged.gather([(Jagged.from_rows([], "int8"), 0, 0), (other, 0, 0)])
+            Jagged.concat([Jagged.from_rows([], "int8"), other])
 
 
 def test_a_thread_never_sees_offsets_that_another_has_half_made() -> None:

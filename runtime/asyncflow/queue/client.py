@@ -244,7 +244,7 @@ class QueueClient:
             hint = "It was cleared, or was lost with its unit: put it again, unless a job creates it again"
             raise StaleHandle(f"row {lost[0]} and {len(lost) - 1} others do not exist", where="fetch", hint=hint)
         fetched = [part for _, part in parts if part is not None]
-        joined = {name: Jagged.gather([(part[name], 0, len(part[name])) for part in fetched]) for name in columns}
+        joined = {name: Jagged.concat([part[name] for part in fetched]) for name in columns}
         received = [unique_ids[i] for indices, _ in parts for i in indices]
         if received == ids:
             return joined

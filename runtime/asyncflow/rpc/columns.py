@@ -125,19 +125,21 @@ class Jagged:
         return cls.checked(values, lengths, name, inner)
 
     @classmethod
-    def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
-        """Concatenate the rows from start to stop of each column of ``runs`` (at least one, all of one form).
+    def concat(cls, columns: Sequence[Jagged]) -> Jagged:
+        """Return all rows of ``columns`` (at least one, all of one form); a single column is returned as it is."""
+        first = columns[0]
+        if len(columns) == 1:
+            return first
+    def cut(self, start: int, stop: int) -> Jagged:
+        """Return the rows from ``start`` to ``stop``, which share this memory; the column itself if these are all."""
+        if stop - start == self.lengths.size:
+            return self
+        values = self.values[self.offsets.item(start) : self.offsets.item(stop)]
+        return self.trusted(values, self.lengths[start:stop], self.dtype, self.inner)
 
-        A single run shares its column's memory.
-        """
-        first, start, stop = runs[0]
-        if len(runs) == 1:
-            return cls.trusted(_values(first, start, stop), first.lengths[start:stop], first.dtype, first.inner)
-        if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
-            forms = ", ".join(sorted({column.form for column, _, _ in runs}))
-            raise ValueError(f"rows of {forms} cannot be one column")
-        values = [_values(column, start, stop) for column, start, stop in runs]
-        lengths = [column.lengths[start:stop] for column, start, stop in runs]
+        if {(column.dtype, column.inner) for column in columns} != {(first.dtype, first.inner)}:
+            raise ValueError(f"rows of {', '.join(sorted({column.form for column in columns}))} cannot be one column")
+        values, lengths = [column.values for column in columns], [column.lengths for column in columns]
         return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def __len__(self) -> int:
@@ -156,7 +158,7 @@ class Jagged:
         """Return row ``index`` (from 0) as a view of its values, in its shape."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a column of {len(self)} rows")
-        return self._shaped(_values(self, index, index + 1))
+        return self._shaped(self.cut(index, index + 1).values)
 
     def rows(self) -> list[Array]:
         """Return all rows as views of their values, in their shape."""
@@ -205,13 +207,6 @@ class Jagged:
 
     def _shaped(self, values: Array) -> Array:
         return values if self.inner == () else values.reshape(() if self.inner is None else (-1, *self.inner))
-
-
-def _values(column: Jagged, start: int, stop: int) -> Array:
-    if stop - start == len(column):
-        return column.values
-    offsets = column.offsets
-    return column.values[offsets.item(start) : offsets.item(stop)]
 
 
 def _as_row(row: Any, dtype: str, inner: Inner) -> Array:

@@ -242,7 +242,7 @@ def _turn_of_token(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _joined(parts: Sequence[Any]) -> Any:
     """Return one field of several batches, concatenated."""
     if isinstance(parts[0], Jagged):
-        return Jagged.gather([(part, 0, len(part)) for part in parts])
+        return Jagged.concat(parts)
     return None if parts[0] is None else np.concatenate(parts)
 
 

@@ -167,9 +167,9 @@ async def test_35_handles_are_plain_data_that_cannot_be_changed(scores):
 def test_35_cut_and_joined_again_a_column_is_what_it_was():
     column = Jagged.from_rows([range(n % 5) for n in range(20)], "int16")
     parts = [column.take(range(start, start + 5)) for start in range(0, 20, 5)]
-    assert Jagged.gather([(part, 0, 5) for part in parts]) == column
+    assert Jagged.concat(parts) == column
     parts[0].values[:] = 0
-    assert Jagged.gather([(part, 0, 5) for part in parts]) != column
+    assert Jagged.concat(parts) != column
 
 
 async def test_36_micro_batches_cover_a_batch_in_order_and_the_last_may_be_smaller(scores):

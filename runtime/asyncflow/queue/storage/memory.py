@@ -27,24 +27,29 @@ class _Cells:
         self.column = column
         self._kept: npt.NDArray[np.int64] | None = None
         self._alive: npt.NDArray[np.bool_] | None = None
-        self._rows = len(column)
-        self._bytes = column.values.nbytes
 
-    def run(self, first: int, rows: int) -> tuple[Jagged, int, int]:
-        """Return the column, and the bounds in it of the rows from index ``first`` of the blob."""
-        start = first if self._kept is None else int(np.searchsorted(self._kept, first))
-        return self.column, start, start + rows
+    def start(self, first: int) -> int:
+        """Return the index in the column of the row with index ``first`` of the blob."""
+        return first if self._kept is None else int(np.searchsorted(self._kept, first))
+
+    def cut(self, first: int, rows: int) -> Jagged:
+        """Return the rows from index ``first`` of the blob."""
+        start = self.start(first)
+        return self.column.cut(start, start + rows)
 
     def free(self, first: int, rows: int) -> bool:
         """Forget rows, and return whether any row is left."""
+        column = self.column
+        if self._alive is None:
+            self._rows, self._bytes = len(column), column.values.nbytes
         self._rows -= rows
         if not self._rows:
             return False
-        column, start, stop = self.run(first, rows)
         if self._alive is None:
             self._alive = np.ones(len(column), np.bool_)
-        self._alive[start:stop] = False
-        self._bytes -= int(column.offsets[stop] - column.offsets[start]) * column.values.itemsize
+        start = self.start(first)
+        self._alive[start : start + rows] = False
+        self._bytes -= column.cut(start, start + rows).values.nbytes
         if 2 * (self._bytes + _OFFSET * self._rows) < column.nbytes:
             remaining = np.flatnonzero(self._alive)
             self.column = column.take(remaining)
@@ -65,11 +70,8 @@ class MemoryBackend(Backend):
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return contiguous rows without copying, other rows as a copy."""
-        runs = _runs(places)
-        return {
-            name: Jagged.gather([self._blobs[blob][name].run(first, rows) for blob, first, rows in runs])
-            for name in columns
-        }
+        runs = [(self._blobs[blob], first, rows) for blob, first, rows in _runs(places)]
+        return {name: Jagged.concat([blob[name].cut(first, rows) for blob, first, rows in runs]) for name in columns}
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""
