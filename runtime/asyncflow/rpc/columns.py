@@ -104,13 +104,6 @@ class Jagged:
         return column
 
     @classmethod
-    def checked(cls, values: Array, lengths: Offsets, dtype: str, inner: Inner) -> Jagged:
-        """Make a column with ``lengths`` that are known to fit. Raises ValueError if ``inner`` does not fit."""
-        column = cls.trusted(values, lengths, dtype, inner)
-        column.check_shape()
-        return column
-
-    @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: str | npt.DTypeLike, *, inner: Inner = ()) -> Jagged:
         """Make a column of ``rows``, arrays of the shape that ``inner`` describes. For other rows see ``queue.values``.
 
@@ -122,7 +115,9 @@ class Jagged:
         flat = [_as_row(row, name, inner).reshape(-1) for row in rows]
         values = np.concatenate(flat) if flat else np.empty(0, DTYPES[name])
         lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
-        return cls.checked(values, lengths, name, inner)
+        column = cls.trusted(values, lengths, name, inner)
+        column.check_shape()
+        return column
 
     @classmethod
     def concat(cls, columns: Sequence[Jagged]) -> Jagged:
@@ -130,17 +125,17 @@ class Jagged:
         first = columns[0]
         if len(columns) == 1:
             return first
+        if {(column.dtype, column.inner) for column in columns} != {(first.dtype, first.inner)}:
+            raise ValueError(f"rows of {', '.join(sorted({column.form for column in columns}))} cannot be one column")
+        values, lengths = [column.values for column in columns], [column.lengths for column in columns]
+        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
+
     def cut(self, start: int, stop: int) -> Jagged:
         """Return the rows from ``start`` to ``stop``, which share this memory; the column itself if these are all."""
         if stop - start == self.lengths.size:
             return self
         values = self.values[self.offsets.item(start) : self.offsets.item(stop)]
         return self.trusted(values, self.lengths[start:stop], self.dtype, self.inner)
-
-        if {(column.dtype, column.inner) for column in columns} != {(first.dtype, first.inner)}:
-            raise ValueError(f"rows of {', '.join(sorted({column.form for column in columns}))} cannot be one column")
-        values, lengths = [column.values for column in columns], [column.lengths for column in columns]
-        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def __len__(self) -> int:
         return self.lengths.size
@@ -191,7 +186,7 @@ class Jagged:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets."""
-        return self.values.nbytes + (len(self) + 1) * _OFFSET
+        return self.values.nbytes + (self.lengths.size + 1) * _OFFSET
 
     def __eq__(self, other: object) -> bool:
         """Return whether form, row lengths and the bits of all values are equal (so a NaN equals itself)."""
@@ -281,7 +276,7 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
 
     Frames of large columns are the columns' own memory, which must not change until they were sent.
     """
-    counts = set(map(len, columns.values()))
+    counts = {column.lengths.size for column in columns.values()}
     if len(counts) > 1:
         raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
     rows = counts.pop() if counts else 0
@@ -289,14 +284,14 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
     small: list[Any] = [b""]
     large: list[Buffer] = []
     for name, column in columns.items():
-        values = column.values
-        headers.append(ColumnHeader(name=name, dtype=column.dtype, values=values.size, inner=column.inner))
+        values, count = column.values, column.values.size
+        headers.append(ColumnHeader(name=name, dtype=column.dtype, values=count, inner=column.inner))
         if values.nbytes < LARGE:
             small.append(values)
-        else:
+        elif count <= _LONGEST:
             large.append(values.data.cast("B"))
-        if values.size > _LONGEST:
-            raise ValueError(f"column {name!r} has {values.size} values: at most {_LONGEST} go in one batch")
+        else:
+            raise ValueError(f"column {name!r} has {count} values: at most {_LONGEST} go in one batch")
     small[0] = np.array([column.lengths for column in columns.values()], _LENGTH)
     return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
 
@@ -307,22 +302,21 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: in
     Large columns share the memory of writable frames. max_bytes: maximum total bytes of the frames. Raises
     ProtocolError if header and frames do not agree.
     """
-    dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
-    sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
+    sizes = [column.values * (DTYPES.get(column.dtype) or _unknown(column)).itemsize for column in header.columns]
     at = _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
     small, large = memoryview(frames[0]), iter(frames[1:])
     columns = {}
-    for column, dtype, size, lengths in zip(
-        header.columns, dtypes, sizes, _decode_lengths(header, small[:at]), strict=True
-    ):
+    for column, size, lengths in zip(header.columns, sizes, _decode_lengths(header, small[:at]), strict=True):
         if size < LARGE:
-            values = np.frombuffer(bytearray(small[at : at + size]), dtype)
+            values = np.frombuffer(bytearray(small[at : at + size]), DTYPES[column.dtype])
             at += size
         else:
-            values = np.frombuffer(next(large), dtype)
+            values = np.frombuffer(next(large), DTYPES[column.dtype])
             if not values.flags.behaved:
                 values = values.copy()
-        columns[column.name] = _column(column, values, lengths)
+        columns[column.name] = made = Jagged.trusted(values, lengths, column.dtype, column.inner)
+        if column.inner != () or column.dtype == "bool":
+            _check_values(made, column)
     if len(columns) != len(sizes):
         raise ProtocolError("two columns of one batch have the same name", where="batch")
     return columns
@@ -349,17 +343,17 @@ def _check_frames(header: BatchHeader, sizes: Sequence[int], frame_sizes: Sequen
 def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets:
     """Return the lengths of the rows of each column. Raises ProtocolError if they do not fit the header."""
     table = np.frombuffer(frame, _LENGTH).astype(np.int64).reshape(len(header.columns), header.rows)
-    for column, values in zip(header.columns, table.sum(1).tolist(), strict=True):
+    for column, values in zip(header.columns, np.add.reduce(table, 1).tolist(), strict=True):
         if column.values != values:
             raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
     return table
 
 
-def _column(header: ColumnHeader, values: Array, lengths: Offsets) -> Jagged:
-    if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
+def _check_values(column: Jagged, header: ColumnHeader) -> None:
+    if header.dtype == "bool" and bool((column.values.view(np.uint8) > 1).any()):
         raise ProtocolError("a boolean value is neither 0 nor 1", where=_where(header))
     try:
-        return Jagged.checked(values, lengths, header.dtype, header.inner)
+        column.check_shape()
     except ValueError as wrong:
         raise ProtocolError(str(wrong), where=_where(header)) from wrong
 
