@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
+from asyncflow.queue.peers import gather_all
 from asyncflow.queue.protocol.calls import controller_of
 from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, EntryResult, Held, MovedRows, NewCells, NewRows
@@ -270,7 +271,8 @@ class Holdings:
                 self.rows[number] = row
             else:
                 refused.append(row)
-        self._drop(refused)
+        if refused:
+            self._drop(refused)
 
     def _sent_after(self, put: PendingPut) -> set[int]:
         """Return rows that were sent here again after ``put``, which is then not what the controller admitted."""
@@ -306,24 +308,27 @@ class Holdings:
         found = self._find(rows, columns).items()
         gets = [self._backend.get([part.place for part in parts], names) for parts, names in found]
         try:
-            results = await asyncio.gather(*gets)  # concurrently, since cells of one may be freed while another waits
+            results = await gather_all(gets)  # concurrently, since cells of one may be freed while another waits
         except BytesLost as error:
             raise self._lose(error) from error
-        return {name: next(part[name] for part in results if name in part) for name in columns}
+        cells = {name: column for part in results for name, column in part.items()}
+        return {name: cells[name] for name in columns}
 
     def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[BlobRow, ...], list[str]]:
         """Return the columns of ``rows``, by the blob rows that contain them."""
         found: dict[tuple[BlobRow, ...], list[str]] = {}
-        for number in rows:
-            if number not in self.rows:
-                hint = "It was cleared, or lost with the unit's earlier incarnation"
-                raise StaleHandle(f"row {number} is not on this unit", where=self._where, hint=hint)
+        if missing := [number for number in rows if number not in self.rows]:
+            hint = "It was cleared, or lost with the unit's earlier incarnation"
+            raise StaleHandle(f"row {missing[0]} is not on this unit", where=self._where, hint=hint)
+        cells = [self.rows[number].cells for number in rows]
         for name in columns:
-            for number in rows:
-                if name not in (cells := self.rows[number].cells):
-                    hint = f"It has {', '.join(sorted(cells))}"
-                    raise Refused(f"row {number} has no column {name!r}", where=self._where, hint=hint)
-            found.setdefault(tuple([self.rows[number].cells[name] for number in rows]), []).append(name)
+            try:
+                parts = tuple([of[name] for of in cells])
+            except KeyError:
+                number, there = next((row, of) for row, of in zip(rows, cells, strict=True) if name not in of)
+                hint = f"It has {', '.join(sorted(there))}"
+                raise Refused(f"row {number} has no column {name!r}", where=self._where, hint=hint) from None
+            found.setdefault(parts, []).append(name)
         size = sum([part.size(names) for parts, names in found.items() for part in parts])
         if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
@@ -339,11 +344,7 @@ class Holdings:
     def _lose(self, error: BytesLost) -> StaleHandle:
         """Report rows whose cells the store has lost; return the error for the caller that requested them."""
         places = frozenset(error.places)
-        lost = [
-            number
-            for number, row in self.rows.items()
-            if not places.isdisjoint(part.place for part in row.cells.values())
-        ]
+        lost = [row for row, of in self.rows.items() if not places.isdisjoint(part.place for part in of.cells.values())]
         self.clear(lost)
         self._lost(lost)
         return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint="They will be created again")
@@ -369,7 +370,8 @@ class Holdings:
 
     def _free(self, parts: Parts, *, promise: int = 0) -> None:
         """Release promises now, and bytes after the store has freed them."""
-        self.budget.release(0, promise=promise)
+        if promise:
+            self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
         size = 0
         for part, columns in parts:
