@@ -164,24 +164,27 @@ class UnitSession:
 
     async def report(self, session: Session) -> None:
         """Report all changes, forever."""
+        more = self._more[0]
+        more.set()
         while True:
-            self._more[0].clear()
+            await more.wait()
+            more.clear()
             if lost := list(islice(self._lost, _ROWS)):
                 await self._controller.call("units.lost", LostRows(session, lost), Done, timeout=_CALL_S)
                 for row in lost:
                     self._lost.pop(row, None)
             if self._changed:
                 await self._announce(session, self._changed, last=False)
-            if not await self._report_puts(session) and not lost:
-                await self._more[0].wait()
+            if await self._report_puts(session) or self._lost:
+                more.set()
 
     async def _report_puts(self, session: Session) -> bool:
-        """Report puts that the primary decides; return False if there are none."""
+        """Report puts that the primary decides; return False if these were all."""
         if puts := self._first_puts(0):
             admit = Admit(session, [put.entry for put in puts])
             results = await self._controller.call("units.admit", admit, list[EntryResult], timeout=_CALL_S)
             self._decide(puts, results_on(puts, results))
-        return bool(puts)
+        return len(puts) == _PUTS
 
     def _first_puts(self, controller: int) -> list[PendingPut]:
         """Return the first puts that await the decision of a controller."""
