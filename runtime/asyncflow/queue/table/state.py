@@ -31,8 +31,8 @@ from asyncflow.rpc.access import HOLDER_SEPARATOR, place_of
 
 def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
     """Return the bytes of each column of each of ``count`` rows. Raises ProtocolError for another number of rows."""
-    if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if len(sizes) != count}:
-        raise ProtocolError(f"sizes of {wrong} rows came with {count} rows", where="controller")
+    if wrong := set(map(len, cells.sizes.values())) - {count}:
+        raise ProtocolError(f"sizes of {sorted(wrong)} rows came with {count} rows", where="controller")
     columns = [dict(zip(cells.sizes, sizes, strict=True)) for sizes in zip(*cells.sizes.values(), strict=True)]
     return columns or [{} for _ in range(count)]
 
@@ -203,7 +203,8 @@ _REMEMBERED = 4096
 class Lease(Struct, eq=False):
     """One claim that was granted. rows: ids of the open rows, in the order leased; until: end, on the caller's clock.
 
-    whole: no row of it was given back or dropped.
+    whole: no row of it was given back or dropped; holder: the process that the worker's name contains, ``ROLE-INDEX``,
+    or "" if it contains none.
     """
 
     id: int
@@ -214,17 +215,16 @@ class Lease(Struct, eq=False):
     rows: dict[int, None]
     until: float = math.inf
     whole: bool = True
+    holder: str = ""
 
-    @property
-    def holder(self) -> str:
-        """The process that the worker's name contains, ``ROLE-INDEX``, or "" if it contains none."""
+    def __post_init__(self) -> None:
         place = place_of(self.worker)
-        return "" if place is None else f"{place[0]}-{place[1]}"
+        self.holder = "" if place is None else f"{place[0]}-{place[1]}"
 
     @property
     def name(self) -> str:
         """The lease as clients name it: its id, and the process that holds it, which alone may use it."""
-        return f"{self.id:x}{HOLDER_SEPARATOR}{holder}" if (holder := self.holder) else f"{self.id:x}"
+        return f"{self.id:x}{HOLDER_SEPARATOR}{self.holder}" if self.holder else f"{self.id:x}"
 
 
 def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
