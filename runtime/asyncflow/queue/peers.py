@@ -197,11 +197,10 @@ async def call_at_units(
     """
     deadline = now() + timeout
 
-    async def at_all(places: Iterable[tuple[int, Sequence[int]]]) -> list[Part[T]]:
-        unit = partial(Peer, "storage")
+    async def at_all(places: Iterable[tuple[Peer, Sequence[int]]]) -> list[Part[T]]:
         found = await gather_all(
-            retry_within(partial(attempt, unit(at), indices), what=f"{what} at {unit(at)}", timeout=left(deadline))
-            for at, indices in places
+            retry_within(partial(attempt, unit, indices), what=f"{what} at {unit}", timeout=left(deadline))
+            for unit, indices in places
         )
         return list(chain.from_iterable(found))
 
@@ -218,11 +217,12 @@ async def call_at_units(
             except WrongUnit as moved:
                 raise PeerLost(f"rows are moving: {moved}", where=str(unit)) from moved
         missing = places.pop(NOWHERE, None)
-        parts = await at_all(places.items())
+        parts = await at_all((Peer("storage", at), indices) for at, indices in places.items())
         return [*parts, (missing, None)] if missing else parts
 
     keys = zip(units, apart, strict=True) if apart else units
-    return await at_all((units[indices[0]], indices) for indices in group_indices(keys).values())
+    parts = group_indices(keys).values()
+    return await at_all((Peer("storage", units[indices[0]]), indices) for indices in parts)
 
 
 def locate(rows: Rows) -> tuple[list[int], list[int]]:
@@ -247,10 +247,9 @@ async def scatter(keys: Iterable[K], call: Callable[[Sequence[int]], Coroutine[A
 
 def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -> None:
     """Refuse columns or tags with another number of rows."""
-    for name, column in columns.items():
-        if len(column) != rows:
-            hint = "Pass one value of each column for every row"
-            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client", hint=hint)
+    if wrong := [name for name, column in columns.items() if column.lengths.size != rows]:
+        hint, count = "Pass one value of each column for every row", len(columns[wrong[0]])
+        raise Refused(f"column {wrong[0]} has {count} rows, not {rows}", where="queue client", hint=hint)
     if tags is not None and len(tags) != rows:
         raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Pass one a row")
 

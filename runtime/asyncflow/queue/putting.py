@@ -99,7 +99,7 @@ class Putter:
         if not rows or rows % size:
             raise Refused(f"{rows} rows make no groups of {size}", where="queue client", hint="Put whole groups")
         if samples is None:
-            nbytes = sum(column.nbytes for column in columns.values())
+            nbytes = sum([column.nbytes for column in columns.values()])
             if nbytes > _MOST_BYTES or rows > MOST_ROWS:
                 most = f"{MOST_ROWS} rows and {_MOST_BYTES} bytes"
                 what = f"{rows} rows of {nbytes} bytes are more than one put takes: {most}"
@@ -117,7 +117,7 @@ class Putter:
         async def send(unit: int, some: Sequence[int], seconds: float) -> None:
             indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))
             header, frames = pack_rows(columns, indices, rows=rows)
-            nbytes = sum(memoryview(frame).nbytes for frame in frames)
+            nbytes = sum(map(len, frames))
             room_s, answer_s = time_at_unit(seconds, nbytes=nbytes, others=len(self._peers.units()) > 1)
             part = replace(
                 request,

@@ -191,8 +191,9 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
-        size = sum([column.values.nbytes for column in columns.values()])
-        if not self._session.knows(call.lease) or (call.outcome == "keep" and not self.holdings.budget.fits(size)):
+        if not self._session.knows(call.lease):
+            return [False] * len(rows)
+        if call.outcome == "keep" and not self.holdings.budget.fits(sum([c.values.nbytes for c in columns.values()])):
             return [False] * len(rows)
         self._moving.check(rows, write=True)
         partial = () if call.outcome == "complete" else columns
@@ -215,7 +216,7 @@ class StorageUnit:
             self._moving.check(rows)
             raise
         header, out = encode_batch(columns)
-        self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
+        self.fetched_bytes += sum(map(len, out))
         return header, out
 
     async def _take(self, call: TakeRows, frames: Frames) -> list[bool]:
