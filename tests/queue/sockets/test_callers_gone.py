@@ -56,6 +56,9 @@ async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
         controller.table.state.changed.add(P)
         controller.settle()
         assert tried == [1, 1]
+        park(controller, "waits").cancel()  # a claim that finds no rows changes nothing for other calls
+        controller.settle()
+        assert tried == [1, 1]
         parked.cancel()
         controller.table.state.changed.add(P)
         controller.settle()

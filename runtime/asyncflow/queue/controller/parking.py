@@ -112,13 +112,14 @@ class Parking:
 
     def _leave(self, waiter: _Waiter) -> asyncio.Future[Any]:
         """End the wait of a call that is answered or no longer needed; return the future of its answer."""
-        waiter.timer.cancel()
         waiting = self.waiters.get(waiter.partition, {})
-        if waiting.pop(waiter, 0) is None and not waiting:
-            del self.waiters[waiter.partition]
-        if waiter.claim is not None:
-            self._table.claims.withdraw(waiter.claim)
-            self._claims.pop(waiter.claim, None)
+        if waiting.pop(waiter, 0) is None:
+            waiter.timer.cancel()
+            if not waiting:
+                del self.waiters[waiter.partition]
+            if waiter.claim is not None:
+                self._table.claims.withdraw(waiter.claim)
+                del self._claims[waiter.claim]
         return waiter.future
 
 

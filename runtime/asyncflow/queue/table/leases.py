@@ -82,14 +82,14 @@ class Claims:
 
     def grant(self, claim: ClaimRows, now: float) -> list[LeasedRow]:
         """Grant ``claim`` if that is possible now. It comes after parked claims, which ``serve`` could not grant."""
-        queue = self._queue(claim)
-        if queue is None:
+        if (queue := self._queue(claim)) is None:
             return []
         rows = self._meet(queue, claim, now, exact=True)
         return rows or (self._meet(queue, claim, now, exact=False) if claim.accept else [])
 
     def _queue(self, claim: ClaimRows) -> TaskQueue | None:
-        queue = self._state.partition(claim.partition).task(claim.task)
+        partition = self._state.partitions.get(claim.partition)
+        queue = partition.task(claim.task) if partition is not None else None
         if queue is not None and queue.spec.kind == "gang":
             hint = "A trainer requests slots"
             raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
@@ -148,10 +148,8 @@ class Claims:
 
     def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
         """Complete the rows that the lease holds; return True for them and those it has completed, False for others."""
-        number, _ = parse_lease(lease)
-        held = self.held(lease, rows)
-        if held:
-            self._state.record(ev.Completed(number, held))
+        if held := self.held(lease, rows):
+            self._state.record(ev.Completed(parse_lease(lease)[0], held))
         done = {*held, *self.completed(lease, rows)} if len(held) < len(rows) else set(held)
         admitted = [row in done for row in rows]
         self.fenced += admitted.count(False)
@@ -195,7 +193,8 @@ class Claims:
 
     def ended(self, claim: ClaimRows) -> bool:
         """Return whether no row will ever come for ``claim``; see ``ClaimRows.until_done``. Raises Misdirected."""
-        partition = self._state.partition(claim.partition)
+        if (partition := self._state.partitions.get(claim.partition)) is None:
+            return False
         queue = partition.task(claim.task)
         if not partition.ended(claim.task):
             return False
