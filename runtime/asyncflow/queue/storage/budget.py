@@ -72,8 +72,8 @@ class ByteBudget:
         if size + promise > self.limit:
             hint = "Put fewer rows at a time, or set bytesPerUnit higher"
             raise Refused(f"{size + promise} bytes never fit into {self.limit}", where=self._where, hint=hint)
-        now = asyncio.get_running_loop().time
-        place, started = _Place(size, promise, asyncio.get_running_loop().create_future()), now()
+        loop = asyncio.get_running_loop()
+        place, started = _Place(size, promise, loop.create_future()), loop.time()
         line.append(place)
         self._advance()
         if place.turn.done():
@@ -84,7 +84,7 @@ class ByteBudget:
             await asyncio.wait([place.turn], timeout=timeout)
             served = place.turn.done()
         finally:
-            self.waited_s += now() - started
+            self.waited_s += loop.time() - started
             if not served:
                 self._leave(line, place)
         if not served:

@@ -321,15 +321,15 @@ class Holdings:
             hint = "It was cleared, or lost with the unit's earlier incarnation"
             raise StaleHandle(f"row {missing[0]} is not on this unit", where=self._where, hint=hint)
         cells = [self.rows[number].cells for number in rows]
-        for name in columns:
-            try:
-                parts = tuple([of[name] for of in cells])
-            except KeyError:
-                number, there = next((row, of) for row, of in zip(rows, cells, strict=True) if name not in of)
-                hint = f"It has {', '.join(sorted(there))}"
-                raise Refused(f"row {number} has no column {name!r}", where=self._where, hint=hint) from None
+        try:
+            held = dict(zip(columns, zip(*[map(of.__getitem__, columns) for of in cells], strict=True), strict=True))
+        except KeyError as lacking:
+            number, there = next((row, of) for row, of in zip(rows, cells, strict=True) if lacking.args[0] not in of)
+            hint = f"It has {', '.join(sorted(there))}"
+            raise Refused(f"row {number} has no column {lacking}", where=self._where, hint=hint) from None
+        for name, parts in held.items():
             found.setdefault(parts, []).append(name)
-        size = sum([part.size(names) for parts, names in found.items() for part in parts])
+        size = sum([part.blob.sizes[name][part.index] for name, parts in held.items() for part in parts])
         if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
             raise Refused(f"{size} bytes were requested, of {len(rows)} rows", where=self._where, hint=hint)

@@ -88,13 +88,13 @@ class MemoryBackend(Backend):
         self._blobs.clear()
 
 
-def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
+def _runs(places: Sequence[Place]) -> list[list[int]]:
     """Return the blob, the first row and the number of rows of each run of contiguous rows."""
-    runs: list[tuple[int, int, int]] = []
-    for place in places:
-        blob, first, rows = runs[-1] if runs else (place.blob, place.row, 0)
-        if place == (blob, first + rows):
-            runs[-1:] = [(blob, first, rows + 1)]
-        else:
-            runs.append((place.blob, place.row, 1))
+    runs: list[list[int]] = []
+    following = None
+    for blob, row in places:
+        if (blob, row) != following:
+            runs.append([blob, row, 0])
+        runs[-1][2] += 1
+        following = blob, row + 1
     return runs
