@@ -176,6 +176,7 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
         for n in range(9):
             put = await client.put("open", {"x": Jagged.from_rows([[n, n]], "int64")}, keys=[f"k{n}"], timeout=10)
             numbers += put.rows
+        bare = [(await client.put("open", {}, tags=[{"n": n}], timeout=10)).rows[0] for n in range(3)]
         moving = [n for n, number in enumerate(numbers) if number >> 32 & 0xFFF == 1]
         assert len(moving) == 3
         cleared = numbers[moving[0]]
@@ -195,7 +196,7 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
         await queue.start_unit(1)
         assert rows_of((await client.fetch(left, ["y"], timeout=10))["y"]) == [[n] for n in range(8)]
         assert rows_of((await client.fetch([numbers[4]], ["x"], timeout=10))["x"]) == [[70, 70]]
-        assert await rows.clear(left, timeout=10) == 8
+        assert await rows.clear([*left, *bare], timeout=10) == 8 + 3
         async with asyncio.timeout(10):
             while any(used for used, _ in budgets(queue).values()):
                 await asyncio.sleep(0.01)

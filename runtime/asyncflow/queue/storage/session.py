@@ -30,6 +30,7 @@ from itertools import compress, islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, location_at
+from asyncflow.queue.peers import pack_rows
 from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
@@ -52,7 +53,6 @@ from asyncflow.queue.protocol.unit_calls import (
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Blob, Holdings, PendingPut
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.columns import encode_batch
 from asyncflow.rpc.retry import delays
 from asyncflow.rpc.tls import Credentials
 
@@ -354,7 +354,7 @@ class UnitSession:
             return
         rows, first = list(held), next(iter(held.values()))
         columns = await self._holdings.fetch(rows, sorted(first.cells)) if first.cells else {}
-        header, frames = encode_batch(columns)
+        header, frames = pack_rows(columns, range(len(rows)), rows=len(rows))
         request = TakeRows(
             source=session.location,
             ticket=move.ticket,
