@@ -1,4 +1,4 @@
-"""Functions for processes that end with their parent, for their temporary folders, and for adopting orphans.
+"""Functions for processes that end with their parent, for adopting orphans, for temporary folders and open files.
 
 ``python -m asyncflow.process COMMAND ...`` replaces itself by COMMAND, which then ends with its parent, too.
 
@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 from pathlib import Path
+
+from asyncflow.errors import AsyncFlowError
 
 PARENT = "ASYNCFLOW_PARENT"
 """Environment variable that holds the pid of the parent with which this process must end."""
@@ -22,6 +25,7 @@ PARENT = "ASYNCFLOW_PARENT"
 RUN = "ASYNCFLOW_RUN"
 """Environment variable that holds the mark of the run that this process belongs to (``local.reaper.MARK``)."""
 
+_FEWEST_FILES = 256
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 0.01
@@ -57,6 +61,15 @@ def scratch_folder() -> Path:
     import tempfile
 
     return Path(tempfile.mkdtemp(prefix=f"asyncflow-scratch-{os.environ.get(RUN, '')}-"))
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files and sockets as its hard limit allows. Raises AsyncFlowError if too few."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most < _FEWEST_FILES:
+        what = f"it may open {most} files and sockets, and needs at least {_FEWEST_FILES}"
+        raise AsyncFlowError(what, where="this process", hint="Raise the hard limit (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def age_s() -> float:

@@ -17,6 +17,7 @@ from asyncflow.local.placement import Places, PortReservation, launcher, modules
 from asyncflow.local.scaling import Scaling
 from asyncflow.local.supervisor import ElasticRole, Limits, Supervisor
 from asyncflow.plan.roles import Role
+from asyncflow.process import allow_open_files
 from asyncflow.rpc.addresses import address_of
 from asyncflow.rpc.framing import new_server
 from asyncflow.telemetry.logs import setup_logging
@@ -52,8 +53,10 @@ def local_site(
     """Yield the site that runs ``roles`` from ``folder``; all connect to the first role at ``port`` (0: any free port).
 
     The run starts with at most the number of replicas in the manifest. Replicas beyond it join afterwards, if there are
-    free devices for them. Raises AsyncFlowError if a port or a device is not available.
+    free devices for them. Raises AsyncFlowError if a port or a device is not available, or if this process may open too
+    few files.
     """
+    allow_open_files()
     scaling = None if elastic is None else _scaling(roles, folder, policy=elastic.policy)
     if scaling is not None:
         initial = min(scaling.role.replicas, scaling.wanted().wanted)

@@ -29,7 +29,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import threading
@@ -60,7 +59,7 @@ from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.api.weights import WeightSourceSpec, WeightsSpec, WeightSync
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.plan.roles import DISRUPTED, REFUSED
-from asyncflow.process import age_s
+from asyncflow.process import age_s, allow_open_files
 from asyncflow.rpc.access import Access, job_table, worker_name
 from asyncflow.rpc.addresses import is_loopback
 from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
@@ -392,8 +391,6 @@ def run_role(
     job trains; each is None if that kind of manifest has no such role; new_loop: creates the event loop.
     """
     setup_logging(options.role, options.index)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     status = 0
     serving: dict[type[Spec], tuple[Any, Any]] = {
         RLJob: (JobContext, serve),
@@ -401,6 +398,7 @@ def run_role(
         WeightSync: (SyncContext, published),
     }
     try:
+        allow_open_files()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             manifest = load(options.job)
             status = runner.run(_run(*serving[type(manifest)], options, manifest))
