@@ -1,7 +1,10 @@
 """Where models come from: understood without reading, written whole, the same bytes each time."""
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,42 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
         (made / "file").write_text("third")
     assert (target / "file").read_text() == "second"
     assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("at", ["in the block", "between the renames"])
+def test_what_a_killed_process_left_of_a_folder_is_removed_unless_it_is_the_only_copy(tmp_path: Path, at: str) -> None:
+    target = tmp_path / "target"
+    with whole_folder(target, replace=True) as living:
+        if (child := os.fork()) == 0:
+            with whole_folder(target, replace=True) as first:
+                (first / "file").write_text("first")
+            with whole_folder(target, replace=True) as second:
+                (second / "file").write_text("second")
+                if at == "in the block":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sys.addaudithook(_killing(second))
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        only_copy = not target.exists()
+        assert only_copy == (at == "between the renames")
+        with pytest.raises(RuntimeError), whole_folder(target, replace=True):
+            raise RuntimeError
+        left = sorted(file.read_text() for file in tmp_path.rglob("file"))
+        assert left == (["first", "second"] if only_copy else ["first"])
+        for _ in range(2):
+            with whole_folder(target, replace=True):
+                pass
+        assert living.is_dir()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def _killing(folder: Path) -> Callable[[str, tuple[object, ...]], None]:
+    """Return an audit hook that kills this process when ``folder`` is about to be renamed."""
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rename" and str(arguments[0]) == str(folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
 
 
 def test_weights_are_a_function_of_the_seed_whatever_the_caller_does(

@@ -11,11 +11,13 @@ loaded it and its weights equal the file's weights.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,36 +32,60 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = np.ndarray[Any, Any] | torch.Tensor
 
 
+_LOCK = "lock"
+_NEW = "new"
+_OLD = "old"
+
+
 @contextmanager
 def whole_folder(target: Path, *, replace: bool) -> Iterator[Path]:
     """Yield an empty folder next to ``target``; rename it to ``target`` after the block, or remove it on an error.
 
     replace: whether to replace a ``target`` that exists; otherwise it is kept, so several processes may write the same
-    content at the same time.
+    content at the same time. What processes that were killed in such a block have left is removed.
     """
     make_folder(target.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    _remove_abandoned(target)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        temporary.chmod(0o755)
-        yield temporary
-        for path in temporary.rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-            sync(path)
-        sync(temporary)
-        if replace and target.exists():
-            _swap(temporary, target)
-        else:
-            _rename(temporary, target, replace=replace)
-        sync(target.parent)
+        with _locked(draft):
+            new = draft / _NEW
+            new.mkdir()
+            yield new
+            for path in (new, *new.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+                sync(path)
+            if replace and target.exists():
+                target.rename(draft / _OLD)
+            _rename(new, target, replace=replace)
+            sync(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(draft, target)
 
 
-def _swap(temporary: Path, target: Path) -> None:
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old / target.name)
-    temporary.rename(target)
-    shutil.rmtree(old)
+def _remove_abandoned(target: Path) -> None:
+    """Remove the drafts of ``target`` whose locks no process holds, because their processes were killed."""
+    for lock in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}/{_LOCK}"):
+        with suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _discard(lock.parent, target)
+
+
+@contextmanager
+def _locked(draft: Path) -> Iterator[None]:
+    """Hold the lock of a draft, which appears under its name only after it has been locked."""
+    with (draft / f".{_LOCK}").open("w") as file:
+        with suppress(OSError):  # on a disk without locks, the draft is never taken for abandoned
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(file.name).rename(draft / _LOCK)
+        yield
+
+
+def _discard(draft: Path, target: Path) -> None:
+    """Remove a draft, its lock last, unless it holds the only copy of the ``target`` that was to be replaced."""
+    if target.exists() or not (draft / _OLD).exists():
+        for path in (draft / _NEW, draft / _OLD, draft):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _rename(temporary: Path, target: Path, *, replace: bool) -> None:
