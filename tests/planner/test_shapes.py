@@ -42,6 +42,17 @@ def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
     assert published("DeepSeek-R1").used == pytest.approx(36.6e9, rel=0.02)  # 37 B with the input embedding
 
 
+def test_the_shared_expert_of_a_model_may_be_of_another_size_than_the_others() -> None:
+    sizes = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+    sizes |= {"vocab_size": 151_936, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    shape = shape_of({**sizes, "shared_expert_intermediate_size": 5632}, name="Qwen1.5-MoE-A2.7B")
+    assert shape.parameters == pytest.approx(14.3e9, rel=0.01)
+    assert shape.used + shape.embedding == pytest.approx(2.69e9, rel=0.01)
+    without = shape_of(sizes, name="other")
+    assert shape.parameters - without.parameters == shape.used - without.used == 24 * 3 * 2048 * 5632
+    assert shape.adapters(1) - without.adapters(1) == 24 * 3 * (2048 + 5632)
+
+
 def test_a_step_of_many_tokens_reads_all_experts_and_one_of_one_its_own() -> None:
     shape = published("Qwen3-30B-A3B")
     assert shape.common_read + shape.routed_read(1) == pytest.approx(shape.used)

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from planner_problems import job_of
 
@@ -28,6 +29,11 @@ def test_statistics_are_those_of_what_is_drawn(lengths: Lengths) -> None:
     assert responses.mean == pytest.approx(sum(drawn) / len(drawn), rel=0.04)
     assert responses.longest(4000) == pytest.approx(max(drawn), rel=0.05)
     assert responses.quantile(0.5) == pytest.approx(sorted(drawn)[2000], rel=0.05)
+    for packing in ("separate", "shared-prompt"):
+        work = msgspec.structs.replace(work_of(job_of(f"trainer.backend.packing={packing}").spec), responses=responses)
+        prompts = len(drawn) / (work.group if work.shared else 1)
+        pairs = prompts * work.prompt**2 / 2 + sum(work.prompt * length + length**2 / 2 for length in drawn)
+        assert work.attended == pytest.approx(pairs / (prompts * work.prompt + sum(drawn)), rel=0.04)
 
 
 def test_passes_of_the_trainer() -> None:

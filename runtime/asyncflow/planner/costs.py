@@ -222,8 +222,7 @@ def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout
     micro-batch has at most ``work.pack`` tokens.
     """
     trained = work.trained * work.epochs
-    attended = work.prompt + work.responses.mean
-    forward = shape.forward(context=attended / 2)
+    forward = shape.forward(context=work.attended)
     models = 2 if work.critic else 1
     recomputed = 1 if layout.recompute else 0
     passes = models * (3 + recomputed) - (1 if work.lora else 0) + work.passes / work.epochs
@@ -384,7 +383,7 @@ def _activations(shape: Shape, layout: TrainerLayout) -> tuple[float, float]:
         return dense, 0.0
     copies, hidden = 2 * shape.hidden, 3 * shape.expert_hidden
     routed = shape.active * (copies / (layout.tp if layout.ep > 1 else 1) + hidden / layout.tp)
-    shared = shape.shared * (copies + hidden) / layout.tp
+    shared = (copies + 3 * shape.shared) / layout.tp if shape.shared else 0.0
     return dense, shape.hidden * _ATTENTION / layout.tp + 2 * (routed + shared)
 
 

@@ -47,8 +47,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     attention: parameters of the attention of one layer; cached: numbers that one layer caches per token (2 x KV heads x
     head size, or the latent); mixed: width over which attention mixes tokens (heads x head size). mlp: parameters of a
     dense layer's gated part; dense: number of dense layers; expert: parameters of one expert; experts: number of
-    experts in a layer from which the router selects; active: number that it selects per token; shared: number of
-    experts that every token uses in addition.
+    experts in a layer from which the router selects; active: number that it selects per token; shared: hidden units
+    of the experts that every token uses in addition, which are computed as one.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def _blocks(self) -> int:
         """Parameters without embeddings and without the experts that a router selects."""
         blocks = self.layers * (self.attention + 2 * self.hidden) + self.hidden + self.dense * self.mlp
-        return blocks + self.expert_layers * self.shared * self.expert
+        return blocks + self.expert_layers * 3 * self.hidden * self.shared
 
     @property
     def common(self) -> int:
@@ -132,7 +132,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         """
         attention = 2 * (self.hidden + self.mixed) + 2 * self.hidden + self.cached
         dense = 3 * self.hidden + self.mlp // self.hidden
-        shared = 3 * self.shared * (self.hidden + self.expert_hidden)
+        shared = 3 * (self.hidden + self.shared) if self.shared else 0
         return rank * (self.layers * attention + self.dense * dense + self.expert_layers * shared)
 
     def cache(self, *, dtype: str) -> int:
@@ -169,6 +169,8 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         attention = hidden * head * (2 * heads + 2 * kv_heads)
         cached, mixed = 2 * kv_heads * head, heads * head
     experts = int(config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0)
+    expert = int(config.get("moe_intermediate_size") or intermediate)
+    shared = config.get("shared_expert_intermediate_size") or expert * int(config.get("n_shared_experts") or 0)
     return Shape(
         name=name,
         layers=layers,
@@ -182,10 +184,10 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         mixed=mixed,
         mlp=3 * hidden * intermediate,
         dense=int(config.get("first_k_dense_replace", 0)) if experts else layers,
-        expert=3 * hidden * int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
+        expert=3 * hidden * expert if experts else 0,
         experts=experts,
         active=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        shared=int(config.get("n_shared_experts") or 0) if experts else 0,
+        shared=int(shared) if experts else 0,
     )
 
 

@@ -135,6 +135,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt + self.responses.resident
 
     @property
+    def attended(self) -> float:
+        """Mean tokens to which a token of the trainer attends: half of its sequence, weighted by sequence length."""
+        prompts = self.trained - self.generated
+        return (prompts * self.prompt / 2 + self.generated * self.context) / self.trained
+
+    @property
     def published_bytes(self) -> int:
         """Bytes of a parameter that an engine loads."""
         return BYTES[self.published]
