@@ -1,18 +1,21 @@
 """The training transaction: slots, staging, commits, attempts."""
 
 import pytest
+from count_work import bytecodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
+from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.ledger.events import RankDone
 from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.calls import AskSlot
-from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.messages import StepTotals, TaskSpec
 from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.partition import Decision, Step
 from asyncflow.queue.table.report import snapshot
 from asyncflow.queue.table.snapshot import snapshot as records_of
-from asyncflow.queue.table.state import RowState
+from asyncflow.queue.table.state import Row, RowGroup, RowState
 
 P = "train"
 WHOLE = [
@@ -71,6 +74,26 @@ def test_a_slot_waits_for_a_group_and_takes_all_that_is_ready(queue):
     assert ask(queue, 1, 0) == first
     with pytest.raises(Refused, match="the last was among them"):
         ask(queue, 1, 2)
+
+
+def test_loads_of_ranks_are_summed_once_for_each_slot_whose_rows_are_reported():
+    task, window = WHOLE[1], VersionWindow(0, 0)
+    groups = [RowGroup(P, "train", serial, 1, window) for serial in range(400)]
+    rows = [Row(group, 0, group.serial, tokens=1 + group.serial % 7, reported=True) for group in groups]
+    rows[6].reported = False
+    step = Step(1)
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    step.slots = [Decision([[one], [other]], False, StepTotals()) for one, other in pairs]
+    for tokens in (rows[6].tokens, 70):
+        rows[6].tokens = tokens
+        assert step.loads(2, task) == [sum(row.weight for row in rank) for rank in (rows[::2], rows[1::2])]
+    rows[6].reported = True
+    before = step.loads(2, task)
+    step.slots.append(step.slots[0])
+    assert bytecodes(lambda: step.loads(2, task)) < 600
+    assert step.loads(2, task) == [before[0] + rows[0].weight, before[1] + rows[1].weight]
+    step.reset()
+    assert step.loads(2, task) == [0, 0]
 
 
 def test_a_step_is_trained_after_the_one_before(queue):

@@ -119,10 +119,7 @@ class Primary(Handlers):
             "open.find": (calls.FindRows, lambda call: find(self.read_partition(call.partition), call.keys)),
             "open.expect": (calls.Expect, spread(table.expect)),
             "open.clear": (calls.ClearRows, lambda call: sum(table.clear_rows(call.partition, call.rows))),
-            "open.partitions": (
-                calls.Nothing,
-                lambda _: {name: p.counts.total() for name, p in sorted(known.items())},
-            ),
+            "open.partitions": (calls.Nothing, lambda _: {name: p.counts.total() for name, p in sorted(known.items())}),
             "units.hello": (unit_calls.Hello, lambda hello: sessions.greet(hello, self.controller.now())),
             "units.announce": (unit_calls.Announce, self._announce),
             "units.admit": (unit_calls.Admit, self._admit),

@@ -99,11 +99,7 @@ class StorageUnit:
         self.leaving = self._session.leaving
         self._moving = self._session.moving
         self.server = RpcServer(
-            name=name,
-            bind=address_of(host, port),
-            credentials=credentials,
-            access=access,
-            max_message=max_message,
+            name=name, bind=address_of(host, port), credentials=credentials, access=access, max_message=max_message
         )
         self.server.route("unit.put", PutRows, self._put)
         self.server.route("unit.write", WriteRows, self._write)
