@@ -250,8 +250,9 @@ def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -
     if wrong := [name for name, column in columns.items() if column.lengths.size != rows]:
         hint, count = "Pass one value of each column for every row", len(columns[wrong[0]])
         raise Refused(f"column {wrong[0]} has {count} rows, not {rows}", where="queue client", hint=hint)
-    if tags is not None and len(tags) != rows:
-        raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Pass one a row")
+    sets = sum(isinstance(each, Mapping) for each in tags or ())
+    if tags is not None and not sets == len(tags) == rows:
+        raise Refused(f"{rows} rows came with {sets} sets of tags", where="queue client", hint="Pass one mapping a row")
 
 
 def pack_rows(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int) -> tuple[BatchHeader, list[Buffer]]:

@@ -370,11 +370,12 @@ os.register_at_fork(before=_build_lock.acquire, after_in_parent=_build_lock.rele
 
 
 def encode_request(method: str, request: Struct) -> bytes:
-    """Return the body of a call. Raises Refused if it has text that is not Unicode."""
+    """Return the body of a call. Raises Refused for values that msgpack lacks, such as texts that are not Unicode."""
     try:
         return encode(request)
-    except UnicodeEncodeError as wrong:
-        raise Refused(f"a text is not Unicode: {wrong}", where=method, hint="Use texts without surrogates") from None
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as wrong:
+        hint = "Use Unicode texts, and Python's numbers and booleans"
+        raise Refused(f"a value cannot be sent: {wrong}", where=method, hint=hint) from None
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Behaviours 27 to 30: keys and tags."""
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,15 +96,22 @@ async def test_29_what_is_no_key_is_refused_and_nothing_is_put(scores, key):
     assert (await scores.rows()).rows == []
 
 
-async def test_29_texts_that_are_not_unicode_are_refused_and_the_connection_goes_on(two_units, scores):
+async def test_29_texts_and_tags_that_cannot_be_sent_are_refused_and_the_connection_goes_on(two_units, scores):
     half = "\ud800"
     blocking = two_units.blocking()
     for partition in (scores, Partition(two_units.client, half)):
         for options in ({"keys": [half]}, {"tags": [{half: 1}]}, {"tags": [{"a": half}]}):
-            with pytest.raises(Refused, match=r"a text is not Unicode: .*surrogates"):
+            with pytest.raises(Refused, match=r"a value cannot be sent: .*surrogates"):
                 await partition.put({"n": np.arange(1)}, **options)
+    for tag, why in {np.int64(1): "int64", 1 << 64: r"2\*\*64", object(): "object"}.items():
+        for verb in (scores.put, partial(scores.write, [1])):
+            with pytest.raises(Refused, match=f"{why}.*"):
+                await verb({"n": np.arange(1)}, tags=[{"a": tag}])
+    for tags in ([3], [{}, {}], "a"):
+        with pytest.raises(Refused, match=r"1 rows came with . sets of tags\. Pass one mapping a row"):
+            await scores.put({"n": np.arange(1)}, tags=tags)
     for verb in (blocking.get, blocking.write):
-        with pytest.raises(Refused, match="a text is not Unicode"):
+        with pytest.raises(Refused, match="a value cannot be sent"):
             await asyncio.to_thread(verb, [half], ["n"] if verb == blocking.get else {"n": [1]})
     (row,) = await asyncio.to_thread(blocking.put, {"n": np.arange(1)}, keys=["a"])
     assert (await scores.rows()).rows == [row]
