@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from asyncflow.api import crd
+from asyncflow.api.check import inspect
 from asyncflow.api.document import parse
+from asyncflow.api.durability import ClaimSpec, SinkSpec
 from asyncflow.api.placement import PROFILES
+from asyncflow.api.queue import SecretEntry
 
 ROOT = Path(__file__).parents[2]
 BAD = sorted((Path(__file__).parent / "bad").glob("*.yaml"))
@@ -62,6 +65,27 @@ def test_a_cluster_has_to_be_told_which_devices_its_pods_ask_for(worker: str) ->
     spec = SCHEMAS["RLJob"]["properties"]["spec"]["properties"]
     profiles = spec[worker]["properties"]["accelerator"]["properties"]["profile"]["enum"]
     assert set(profiles) == set(PROFILES)
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        *((name, True) for name in ("a", "0", "keys.team-7.example", "a" * 100 + ".b")),
+        *((name, False) for name in ("", ".a", "a.", "a..b", "a.-b", "a-.b", "A.b", "a_b", "a" * 254)),
+    ],
+)
+def test_an_existing_object_may_have_any_name_that_kubernetes_allows(name: str, allowed: bool) -> None:
+    spec = SCHEMAS["RLJob"]["properties"]["spec"]["properties"]
+    claim, sink = spec["driver"]["properties"]["claim"], spec["telemetry"]["properties"]["sinks"]["items"]
+    password = spec["transferQueue"]["properties"]["store"]["properties"]["password"]
+    for schema, model, written in (
+        (claim, ClaimSpec, {"name": name}),
+        (claim, ClaimSpec, {"size": "1Gi", "storageClass": name}),
+        (sink, SinkSpec, {"kind": "wandb", "secret": name}),
+        (password, SecretEntry, {"name": name}),
+    ):
+        assert jsonschema.Draft202012Validator(schema).is_valid(written) == allowed
+        assert (not inspect(model, written)[1]) == allowed
 
 
 def test_every_node_is_structural_and_bounded() -> None:

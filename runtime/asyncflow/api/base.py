@@ -158,6 +158,8 @@ QUALIFIED = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Z
 
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=63)]
 """A DNS label: the name of an object."""
+ExistingName = Annotated[str, StringConstraints(pattern=rf"{NAME[:-1]}([.]{NAME[1:-1]})*$", max_length=253)]
+"""A DNS subdomain: the name of a Secret, a claim or a storage class that exists."""
 PluginName = Annotated[str, StringConstraints(pattern=r"^[a-z][-a-z0-9_.]*$", max_length=63)]
 """The name of an entry point, such as an engine, a backend or an extractor."""
 Source = Annotated[str, StringConstraints(min_length=1, max_length=1024)]

@@ -9,17 +9,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from asyncflow.api.base import Bytes, Name, Options, PluginName, Rule, Spec
+from asyncflow.api.base import Bytes, ExistingName, Options, PluginName, Rule, Spec
 
 
 class ClaimSpec(Spec):
     """A PersistentVolumeClaim: an existing one by name, or a new one by size. On one machine: a folder."""
 
-    name: Name | None = None
+    name: ExistingName | None = None
     """Name of an existing claim."""
     size: Bytes | None = None
     """Bytes of a new claim."""
-    storage_class: Name | None = None
+    storage_class: ExistingName | None = None
     """Storage class of a new claim. Absent: the cluster's default."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -135,7 +135,7 @@ class SinkSpec(Spec):
     """``tensorboard``, ``wandb``, ``mlflow``, or a third party's (docs/guide/outputs.md)."""
     options: Options = Field(default_factory=dict)
     """Settings of the sink. Keys and passwords belong in the driver's environment, e.g. WANDB_API_KEY."""
-    secret: Name | None = None
+    secret: ExistingName | None = None
     """Secret whose entries become environment variables of the driver. On one machine the driver has the environment
     of ``asyncflow run``."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
+from asyncflow.api.base import Conditions, ExistingName, Frozen, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
 from asyncflow.api.names import API_VERSION, LEAST_BYTES
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
@@ -23,7 +23,7 @@ DRAIN_S = 120.0
 class SecretEntry(Spec):
     """An entry of a Secret in the namespace of the object."""
 
-    name: Name
+    name: ExistingName
     """Name of the Secret."""
     key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "password"
     """Key of the entry."""
