@@ -185,6 +185,32 @@ async def test_versions_are_merged_while_others_are_in_use_and_loaded_as_merged(
     assert merged == [0, 1]
 
 
+async def test_rows_of_a_version_that_no_process_holds_any_more_are_given_back_soon(world):
+    await world.publish(0)
+    await world.publish(1)
+    rollout = await world.rollout("r0")
+    receiver, worker = rollout.receiver, rollout.worker
+    worker._settings = replace(worker._settings, load_s=60.0, lost_s=0.05)
+    await until(lambda: rollout.instance.current == Version(0, 1), "θ1")
+    pulling, keeping = asyncio.Event(), receiver._pull
+
+    async def lost(version):
+        assert version == Version(0, 0)
+        pulling.set()
+        await asyncio.sleep(60)
+
+    receiver._pull = lost
+    await world.put([0], step=1, oldest=0)
+    await pulling.wait()
+    assert len(worker._in_flight) == 4
+    await world.sender.close()
+    await until(lambda: not len(worker._in_flight), "the rows to be given back")
+    receiver._pull = keeping
+    await world.put([1], step=2, oldest=1)
+    rows, columns = await world.made(4)
+    assert steps(rows, columns) == {2: {1}}
+
+
 async def test_quota_goes_back_for_rows_of_an_older_version(world):
     world.catalogue.require([0, 3])
     await world.publish(0)

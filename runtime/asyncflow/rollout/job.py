@@ -39,7 +39,8 @@ class RolloutSettings:
     temperature, max_tokens: defaults, which a row's tags may override; stop_ids, stop_texts: end a response.
     seed: of the sampling; group_sizes: number of samples of a prompt, by purpose.
     lease_s: duration of a lease of the ``rollout`` task; call_s: timeout of one call to the queue.
-    load_s: time to wait for the weights of claimed rows, which are given back afterwards.
+    load_s, lost_s: time to wait for the weights of claimed rows, and for a process that holds them if none does; the
+    rows are given back afterwards.
     drain_s: time to deliver generated samples when the instance leaves.
     mixes: whether several versions may make one response (``swapAt: token``); max_turns: of the model in one response.
     scores_here: whether responses are scored here, and not by a separate role.
@@ -55,6 +56,7 @@ class RolloutSettings:
     lease_s: float = 60.0
     call_s: float = 10.0
     load_s: float = 120.0
+    lost_s: float = 5.0
     drain_s: float = 10.0
     mixes: bool = False
     max_turns: int = 1

@@ -407,7 +407,8 @@ class RolloutWorker:
         started, loaded = time.monotonic(), self._instance.current
         with self._swap_time(step, unless=loaded is None or self._instance.running > 0, idle=idle):
             try:
-                await self._receiver.ensure(step, timeout=self._settings.load_s)
+                settings = self._settings
+                await self._receiver.ensure(step, timeout=settings.load_s, lost_s=settings.lost_s)
             except DeadlineExceeded as error:
                 log.warning("%s", error)
                 stuck = [job for job in self._in_flight if job.task is None and job.needs(step, loaded=loaded)]

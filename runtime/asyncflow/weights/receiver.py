@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,13 +177,21 @@ class WeightReceiver:
         """Return the arrays of a held version, as ``take`` does, without making it the current one."""
         return self._holder.copies[version].arena.tensors
 
-    async def ensure(self, step: int, *, timeout: float) -> Version:
-        """Fetch a version of ``step`` before any other, and wait until it can be taken. Raises like ``wait_for``."""
+    async def ensure(self, step: int, *, timeout: float, lost_s: float = math.inf) -> Version:
+        """Fetch a version of ``step`` before any other, and wait until it can be taken. Raises like ``wait_for``.
+
+        lost_s: seconds for which the wait continues although the known processes do not hold the whole version.
+        """
+        what, deadline = f"weights of step {step}", time.monotonic() + timeout
         with self.keeping(step):
             self.notify()
-            await self.wait_for(lambda: self._held(step) is not None, what=f"weights of step {step}", timeout=timeout)
-        version = self._held(step)
-        assert version is not None
+            while (version := self._held(step)) is None:
+                offered, left = step in self.available(), max(0.0, deadline - time.monotonic())
+                await self.wait_for(
+                    lambda: (step in self.available()) != offered or self._held(step) is not None,  # noqa: B023
+                    what=what if offered else f"a process that holds the {what}",
+                    timeout=left if offered else min(left, lost_s),
+                )
         return version
 
     @contextlib.contextmanager
