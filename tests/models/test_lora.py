@@ -1,13 +1,14 @@
 """Adapters as tensors: which layers they belong to, what they make of weights, and the folder that peft reads."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
 
@@ -107,6 +108,25 @@ def test_the_command_writes_the_merged_model(folder: Path, tmp_path: Path, monke
     with pytest.raises(ManifestError):
         merge_folder(tmp_path / "export", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_adapters_name_a_revision_of_a_model_so_that_peft_finds_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache" / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "v2").write_text("a" * 40)
+    shutil.copytree(folder, cache / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapters = adapters_for(folder)
+    export_adapters(adapters, LORA, base="some/model@v2", target=tmp_path / "export")
+    opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export")
+    config = opened.peft_config["default"]
+    assert (config.base_model_name_or_path, config.revision) == ("some/model", "v2")
+    assert merge_folder(tmp_path / "export", tmp_path / "whole") == cache / "snapshots" / ("a" * 40)
+    export_adapters(adapters, LORA, base=str(tmp_path / "a@b"), target=tmp_path / "export")
+    assert PeftConfig.from_pretrained(tmp_path / "export").base_model_name_or_path == str(tmp_path / "a@b")
 
 
 def test_a_merged_weight_is_rounded_once(folder: Path) -> None:

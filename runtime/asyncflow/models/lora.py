@@ -133,17 +133,19 @@ def adapters_of(weight: str) -> tuple[str, ...]:
 def export_adapters(adapters: Mapping[str, NDArray[Any]], lora: LoraSpec, *, base: str, target: Path) -> None:
     """Write the folder that peft loads: adapter_model.safetensors and adapter_config.json.
 
-    base: the model, a folder or ORG/NAME. An existing ``target`` is replaced by renames.
+    base: the model, an absolute folder, ORG/NAME or ORG/NAME@REVISION. An existing ``target`` is replaced by renames.
     """
     from peft import LoraConfig
     from safetensors.numpy import save_file
 
     modules = {weight_of(name).removesuffix(".weight").rpartition(".")[2] for name in adapters}
+    named, _, revision = (base, "", "") if Path(base).is_absolute() else base.partition("@")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=sorted(lora.targets or modules),
-        base_model_name_or_path=base,
+        base_model_name_or_path=named,
+        revision=revision or None,
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
@@ -169,8 +171,10 @@ def merge_folder(adapters: Path, target: Path) -> Path:
     except ImportError as error:
         raise ManifestError(str(error), where=where, hint=INSTALL) from error
     try:
-        named = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path or ""
-        base = materialize_config(named if named.startswith("/") else f"hf://{named}", target)
+        config = PeftConfig.from_pretrained(str(adapters))
+        named = config.base_model_name_or_path or ""
+        revision = f"@{config.revision}" if config.revision else ""
+        base = materialize_config(named if named.startswith("/") else f"hf://{named}{revision}", target)
         opened = PeftModel.from_pretrained(_open(base), str(adapters))
         lost = _stored(adapters) - get_peft_model_state_dict(opened).keys()
         if lost:
