@@ -26,6 +26,8 @@ RUN = "ASYNCFLOW_RUN"
 """Environment variable that holds the mark of the run that this process belongs to (``local.reaper.MARK``)."""
 
 _FEWEST_FILES = 256
+_RANDOM = 8
+"""Characters that ``mkdtemp`` adds to a name."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_S = 0.01
@@ -56,11 +58,17 @@ def die_with_parent(parent: int | None = None) -> None:
         sys.exit("the parent ended before this process started")
 
 
-def scratch_folder() -> Path:
-    """Create a temporary folder, whose name lets the run's supervisor find and remove it if this process is killed."""
+def scratch_folder(*, longest: int | None = None) -> Path:
+    """Create a temporary folder, whose name lets the run's supervisor find and remove it if this process is killed.
+
+    longest: most characters of its path; if it would be longer, the folder is in /tmp.
+    """
     import tempfile
 
-    return Path(tempfile.mkdtemp(prefix=f"asyncflow-scratch-{os.environ.get(RUN, '')}-"))
+    prefix, parent = f"asyncflow-scratch-{os.environ.get(RUN, '')}-", tempfile.gettempdir()
+    if longest is not None and len(f"{parent}/{prefix}") + _RANDOM > longest:
+        parent = "/tmp"  # noqa: S108  mkdtemp makes a folder of its own there
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def allow_open_files() -> None:

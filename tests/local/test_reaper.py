@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,7 @@ import pytest
 
 from asyncflow.local import reaper
 from asyncflow.process import PARENT, scratch_folder
+from asyncflow.rollout.engines.vllm.server import VllmServer
 
 pytestmark = pytest.mark.process
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
@@ -43,6 +45,21 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper, tmp_
     assert marked.wait(5) == in_session.wait(5) == -9
     assert [other.poll() for other in others] == [None, None, None]
     assert [folder.exists() for folder in made] == [False, True, True]
+
+
+@pytest.mark.parametrize("depth", [0, 5])
+def test_the_folder_of_a_server_s_socket_is_removed_with_the_run_also_if_its_name_had_to_be_short(monkeypatch, depth):
+    mark, temporary = uuid.uuid4().hex, tempfile.mkdtemp(prefix="a")
+    deep = os.path.join(temporary, *["folder"] * 2 * depth)
+    os.makedirs(deep, exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", deep)
+    monkeypatch.setenv(reaper.MARK, mark)
+    folder = VllmServer(env={}, start_s=1)._folder
+    assert len(str(folder / "socket")) < 108
+    assert str(folder.parent) == ("/tmp" if depth else temporary)
+    assert reaper.sweep(mark=mark, sessions=()) == []
+    assert not folder.exists()
+    shutil.rmtree(temporary)
 
 
 def test_a_member_that_ends_and_is_waited_for_just_before_its_signal_does_not_stop_a_sweep(sleeper, monkeypatch):

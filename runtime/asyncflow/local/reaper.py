@@ -96,8 +96,9 @@ def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _SWE
         if time.monotonic() >= deadline:
             return members(mark=mark, sessions=sessions)
     with contextlib.suppress(FileNotFoundError):  # no temporary folder is usable: all disks are full
-        for folder in glob.glob(f"{glob.escape(tempfile.gettempdir())}/asyncflow-scratch-{mark}-*") if mark else ():
-            shutil.rmtree(folder, ignore_errors=True)
+        for parent in {tempfile.gettempdir(), "/tmp"} if mark else ():  # noqa: S108  scratch_folder uses both
+            for folder in glob.glob(f"{glob.escape(parent)}/asyncflow-scratch-{mark}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
     return []
 
 

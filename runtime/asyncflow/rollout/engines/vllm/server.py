@@ -15,10 +15,8 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping
-from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import aiohttp
@@ -26,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.process import PARENT
+from asyncflow.process import PARENT, scratch_folder
 from asyncflow.rollout.engines.base import OPTIONS
 from asyncflow.rollout.engines.vllm.program import REFUSED, ServerSettings
 
@@ -40,7 +38,8 @@ _QUOTED = 500
 _EVENT, _LAST = b"data: ", b"data: [DONE]"
 _LINE = 1 << 20
 """Longest event in bytes."""
-_LONGEST_FOLDER = 70
+_LONGEST_FOLDER = 100
+"""Most characters of the path of a folder with a socket: Linux allows 107 for the socket's own path."""
 _RELAYED = ("Accept", "Content-Type")
 """Headers of clients' requests that are passed on."""
 _ALWAYS = {
@@ -66,7 +65,7 @@ class VllmServer:
         self.paths: frozenset[str] = frozenset()
         self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, PARENT: str(os.getpid())}
         self._start_s = start_s
-        self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-", dir=_short_folder(tempfile.gettempdir())))
+        self._folder = scratch_folder(longest=_LONGEST_FOLDER)
         self._why = "its log above says why"
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -265,8 +264,3 @@ def _decode(data: bytes, path: str, kind: type[T]) -> T:
             where="spec.rollout.engine",
             hint="Install a tested version of vLLM (docs/guide/vllm.md)",
         ) from error
-
-
-def _short_folder(folder: str) -> str:
-    """Return ``folder``, or /tmp if the names of sockets in it would be too long."""
-    return folder if len(folder) < _LONGEST_FOLDER else "/tmp"  # noqa: S108  mkdtemp makes a folder of its own there
