@@ -37,11 +37,11 @@ def nothing_runs(folder):
 
 @pytest.mark.process
 def test_a_job_is_trained_and_its_summary_returned(manifest, tmp_path):
-    came = ended(start(manifest, tmp_path / "out", steps=3))
+    came = ended(start(manifest, tmp_path / "out", steps=3, pause_s="asked"))
     assert came["summary"]["reward_last"] == 0.5
     assert came["summary"]["steps"] == 3
     assert came["seen"] == sorted(came["seen"])
-    assert {1, 2} <= set(came["seen"])
+    assert {1, 2, 3} <= set(came["seen"])
     assert (came["logging"], came["signals"]) == (True, True)
     assert nothing_runs(tmp_path / "out")
     assert not (tmp_path / "out" / "run" / "token").exists()
