@@ -4,8 +4,9 @@ import asyncio
 
 import msgspec
 import pytest
+from deadlines import ends_late
 
-from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
+from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.identity import COUNTER_BITS
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.unit_calls import PutRows, RowIds, TakeRows
@@ -163,8 +164,10 @@ async def test_a_unit_whose_row_ids_are_used_up_takes_no_new_rows_and_says_so(cl
         await queue.create(*range(3))
         assert held(queue) == {0: 0, 1: 6}
         queue.units[1]._session.ids_used = (1 << COUNTER_BITS) - 1
-        with pytest.raises(DeadlineExceeded, match=r"unit [01]: its row ids are used up\..* when it was drained"):
-            await queue.client.put("open", {"x": Jagged.from_rows([[1]], "int64")}, timeout=0.2)
+        await ends_late(
+            lambda timeout: queue.client.put("open", {"x": Jagged.from_rows([[1]], "int64")}, timeout=timeout),
+            says=r"unit [01]: its row ids are used up\..* when it was drained",
+        )
         assert budgets(queue)[0] == (0, 0)
         assert len(await queue.claim("rollout", rows=6)) == 6
 
