@@ -40,6 +40,7 @@ async def test_w02_rows_of_a_dead_consumer_are_handed_out_again(two_units, score
     rows = await scores.put({"text": ["a", "b", "c", "d"]})
     dead = two_units.partition("scores", worker="dead")
     held = await dead.claim("grade", 4, timeout=5)
+    await scores.declare("grade", ["text"], lease_s=60.0)
     assert not (await scores.consumed("grade")).all
     again = await scores.claim("grade", 8, timeout=10)
     assert [(row.row, row.attempt) for row in again] == [(row, 1) for row in rows]
@@ -49,12 +50,13 @@ async def test_w02_rows_of_a_dead_consumer_are_handed_out_again(two_units, score
 
 
 async def test_w02_what_a_dead_consumer_saved_goes_to_the_next_and_its_late_save_is_refused(two_units, scores):
-    await scores.declare("grade", ["text"], writes=["score"], lease_s=0.3)
+    await scores.declare("grade", ["text"], writes=["score"])
     await scores.put({"text": ["a", "b"]})
     dead = two_units.partition("scores", worker="dead")
     held = await dead.claim("grade", 2, timeout=5)
     for score in (1, 2):
         assert all(await dead.queue.save(held, encode_columns({"score": np.full(2, score)}), timeout=10))
+    await scores.queue.expire(worker="dead", timeout=10)
     again = await scores.claim("grade", 2, timeout=10)
     assert await dead.queue.save(held, encode_columns({"score": np.full(2, 3)}), timeout=10) == [False] * 2
     assert (await scores.get(again, ["score"]))["score"].tolist() == [2, 2]
