@@ -106,7 +106,7 @@ async def test_a_batch_with_too_few_values_is_scored_one_by_one(workdir: Path) -
 
 
 async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with pool_of(workdir, "group", timeout_s=2.0) as pool:
+    async with pool_of(workdir, "group", timeout_s=20.0) as pool:
         assert pool.takes == "group"
         both = await asyncio.gather(pool.score(examples("a", "bb", "none")), pool.score(examples("aaaa", "bb")))
         assert [outcomes(scores) for scores in both] == [[0.5, 1.0, "invalid"], [1.0, 0.5]]

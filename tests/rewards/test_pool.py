@@ -101,7 +101,7 @@ def workdir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def pool(workdir: Path):
-    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), PoolLimits(timeout_s=2.0))
+    pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), PoolLimits(timeout_s=20.0))
     await pool.start()
     yield pool
     await pool.close()

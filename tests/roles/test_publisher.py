@@ -110,7 +110,9 @@ async def test_each_newer_model_of_a_watched_folder_reaches_its_followers(tmp_pa
             await published.until_waits("step-30 has other tensors than the previous version")
             write(folder / "step-40", 2.0)
             write(folder / "step-50", 5.0)
-            assert await taken(versions) == (Version(0, 50), 5.0)
+            while (newest := await taken(versions)) == (Version(0, 40), 2.0):
+                pass  # it was looked for between the two
+            assert newest == (Version(0, 50), 5.0)
             last = versions.receiver.transfers[-1]
             assert (last.sent, last.faults) == (4 * 3 * 4, 0), "what has not changed does not travel"
             status = await published.until(

@@ -127,7 +127,7 @@ async def made_by(folder, settings, *, weights, disturbed=None):
 
 
 async def drained(rollout):
-    await asyncio.wait_for(rollout.leave(), 4)
+    await asyncio.wait_for(rollout.leave(), 20)
 
 
 @pytest.mark.parametrize("engine", ["simulated", "transformers"])

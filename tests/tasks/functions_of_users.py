@@ -27,6 +27,17 @@ async def awaited(rows, config):
     return lengths(rows, config)
 
 
+begun = []
+
+
+async def together(rows, config):
+    """Wait until so many calls have begun."""
+    begun.append(rows)
+    while len(begun) < config["calls"]:
+        await asyncio.sleep(0.001)
+    return lengths(rows, config)
+
+
 def odd_raises(rows, config):
     if any(row.sample % 2 for row in rows):
         raise ValueError("an odd sample")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_functions import batch
+from leased_batch import batch
 
 from asyncflow.api.load import load_job
 from asyncflow.roles.task import outputs_of
