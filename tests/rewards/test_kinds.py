@@ -1,6 +1,7 @@
 """Functions over batches and groups and async ones in real processes: each sample has the outcome that is its own."""
 
 import asyncio
+import json
 import textwrap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -121,7 +122,7 @@ async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: 
         scores = await pool.score(examples(*responses))
         assert outcomes(scores) == [4.0, *["timeout"] * 3, *[1.0] * 8, "raised", "invalid", "raised"]
         assert pool.workers == 1
-        assert scores[0].details == b'{"most":15}'
+        assert json.loads(scores[0].details)["most"] > 4, "not only those that end late"
         assert scores[1].detail == "a call took longer than reward.timeoutSeconds, 5 s"
 
 

@@ -49,10 +49,14 @@ class QueueProcesses:
             await self.start(f"controller-{index}" if index else "controller", "controller", index, controllers)
         for index in range(units):
             await self.start_unit(index, limit=limit)
-        await self.client.declare(tasks(lease_s), timeout=30)
+        await self.declare(lease_s=lease_s)
         async with asyncio.timeout(30):
             while len(list(self.folder.glob("unit-?"))) < units:
                 await asyncio.sleep(0.02)
+
+    async def declare(self, *, lease_s):
+        """Declare the tasks, whose leases from now on last so long."""
+        await self.client.declare(tasks(lease_s), timeout=30)
 
     async def start_unit(self, index, *, limit=1 << 20, role="unit"):
         await self.start(f"unit-{index}", role, index, limit, *self.store)

@@ -37,6 +37,7 @@ async def test_rows_of_a_killed_consumer_go_to_another(processes):
     await processes.start("holder", "hold", "rollout", "w1")
     await processes.create(0, 1)
     assert await processes.line("holder") == ["claimed", "4"]
+    await processes.declare(lease_s=60)
     await processes.kill("holder")
     async with within(1):
         rows = await processes.claim("rollout")
@@ -60,6 +61,7 @@ async def test_a_stopped_consumer_is_fenced_when_it_goes_on(processes):
     await processes.start("holder", "hold", "rollout", "w1")
     await processes.create(0, 1)
     await processes.line("holder")
+    await processes.declare(lease_s=60)
     processes.stop("holder")
     async with within(1):
         rows = await processes.claim("rollout")
