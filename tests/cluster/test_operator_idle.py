@@ -18,7 +18,7 @@ STEADY = ("steady-0", "steady-1", "steady-2")
 SILENT = "silent"
 STEPPING = ("stepping-0", "stepping-1")
 LOOKS = 2
-ON_ITS_WAY_S = 2.0
+ON_ITS_WAY_S = 5.0
 """By which a write may arrive later than the next one, after they were decided."""
 
 

@@ -151,7 +151,7 @@ def test_it_dies_with_its_owner_and_the_next_one_tidies_up(plane: ControlPlane) 
         assert process.stdout is not None
         folder, *pids = process.stdout.readline().split()
         process.kill()
-    plane.wait_until(lambda: not any(alive(int(pid)) for pid in pids), "the orphans to be gone", timeout_s=5)
+    plane.wait_until(lambda: not any(alive(int(pid)) for pid in pids), "the orphans to be gone")
     assert owner(Path(folder)) is None
     assert owner(plane.folder) == os.getpid()
     os.utime(folder, (0, 0))

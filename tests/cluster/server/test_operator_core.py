@@ -105,7 +105,7 @@ async def test_the_informer_follows_what_happens(api: Api, namespace: str) -> No
     known = store()
     informer = Informer(api, known, CONFIG_MAP, namespace=namespace, labels="asyncflow.dev/job=j")
     following = asyncio.create_task(informer.run())
-    await asyncio.wait_for(informer.synced.wait(), 10)
+    await asyncio.wait_for(informer.synced.wait(), 60)
     assert known.get("ConfigMap", namespace, "before")
     raw = await api.apply(CONFIG_MAP, namespace, config_map("after", namespace), force=True)
     await eventually(lambda: known.get("ConfigMap", namespace, "after"), "the new object")
@@ -122,7 +122,7 @@ async def test_an_informer_that_missed_everything_lists_again(
     known = store()
     informer = Informer(api, known, CONFIG_MAP, namespace=namespace, labels="asyncflow.dev/job=j")
     following = asyncio.create_task(informer.run())
-    await asyncio.wait_for(informer.synced.wait(), 10)
+    await asyncio.wait_for(informer.synced.wait(), 60)
     await asyncio.sleep(0.5)
     await api.delete(CONFIG_MAP, namespace, "first", uid=first["metadata"]["uid"])
     await api.apply(CONFIG_MAP, namespace, config_map("second", namespace), force=True)
@@ -134,7 +134,7 @@ async def test_an_informer_that_missed_everything_lists_again(
 async def test_a_kind_that_the_cluster_lacks_is_no_error(api: Api) -> None:
     informer = Informer(api, store(), BY_NAME["PodGroup"])
     following = asyncio.create_task(informer.run())
-    await asyncio.wait_for(informer.synced.wait(), 10)
+    await asyncio.wait_for(informer.synced.wait(), 60)
     following.cancel()
 
 
@@ -229,12 +229,12 @@ async def test_the_same_note_is_one_event(api: Api, plane: ControlPlane, namespa
 
 async def test_one_leads_and_the_next_follows_when_it_lets_go(api: Api, namespace: str) -> None:
     first, second = (Leader(api, namespace=namespace, name="l", identity=who) for who in ("first", "second"))
-    await asyncio.wait_for(first.acquire(), 10)
+    await asyncio.wait_for(first.acquire(), 60)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(second.acquire(), 0.5)
     assert (first.leads, second.leads) == (True, False)
     await first.release()
-    await asyncio.wait_for(second.acquire(), 10)
+    await asyncio.wait_for(second.acquire(), 60)
     lease = await api.get(LEASE, namespace, "l")
     assert lease["spec"]["holderIdentity"] == "second"
     assert lease["spec"]["leaseTransitions"] >= 1
@@ -244,7 +244,7 @@ async def test_a_leader_that_is_silent_is_replaced_and_one_that_renews_is_not(ap
     clock = {"now": 1000.0}
     first = Leader(api, namespace=namespace, name="l", identity="first")
     second = Leader(api, namespace=namespace, name="l", identity="second", clock=lambda: clock["now"])
-    await asyncio.wait_for(first.acquire(), 10)
+    await asyncio.wait_for(first.acquire(), 60)
     assert not await second._try()
     clock["now"] += DURATION_S - 1
     assert await first._try()
