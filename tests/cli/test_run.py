@@ -142,7 +142,7 @@ def test_ctrl_c_says_what_is_kept_and_the_line_that_goes_on(manifest, tmp_path):
     here = {"cwd": tmp_path, "folder": folder, "steps": 600, "pause_s": 0.2}
     said = interrupted(manifest, *begun, until=lambda out: steps_made(out) >= 2, **here)
     made = steps_made(folder)
-    line = f"asyncflow run {manifest} --output runs/foo --resume"
+    line = f"asyncflow run {shlex.quote(str(manifest))} --output runs/foo --resume"
     lost = "and none is in a checkpoint; they will be made again"
     assert said.endswith(f"{made} of 600 steps were made, {lost}. Continue with\n  {line}\n")
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -169,7 +169,7 @@ def test_a_start_from_which_nothing_came_is_in_nobodys_way(manifest, tmp_path):
         settings = ("--set", "algorithm.steps=9")
         said = interrupted(manifest, *settings, cwd=tmp_path, until=lambda _: True, steps=9, pause_s=60)
         assert "no step was made, so nothing is kept; start again with\n" in said
-        assert said.endswith(f"  asyncflow run {manifest} --output out --set algorithm.steps=9\n")
+        assert said.endswith(f"  asyncflow run {shlex.quote(str(manifest))} --output out --set algorithm.steps=9\n")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
 
