@@ -42,7 +42,7 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper, tmp_
     others = [sleeper(), sleeper(env={reaper.MARK: mark + "0"}), sleeper(env={"OTHER": f"{reaper.MARK}={mark}"})]
     assert set(reaper.members(mark=mark, sessions={in_session.pid})) == {marked.pid, in_session.pid}
     assert reaper.sweep(mark=mark, sessions={in_session.pid}) == []
-    assert marked.wait(5) == in_session.wait(5) == -9
+    assert marked.wait(20) == in_session.wait(20) == -9
     assert [other.poll() for other in others] == [None, None, None]
     assert [folder.exists() for folder in made] == [False, True, True]
 
@@ -76,7 +76,7 @@ def test_a_member_that_ends_and_is_waited_for_just_before_its_signal_does_not_st
     looks = iter([False, True])  # the second look is the last before the signal
     monkeypatch.setattr(reaper, "_belongs", ends)
     assert reaper.sweep(mark=None, sessions={each.pid for each in others}) == []
-    assert others[1].wait(5) == -9
+    assert others[1].wait(20) == -9
 
 
 def test_a_full_disk_on_which_no_folder_can_be_temporary_does_not_stop_a_sweep(monkeypatch):

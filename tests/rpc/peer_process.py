@@ -38,7 +38,7 @@ async def echo(bind: str) -> None:
 
 async def directory(bind: str) -> None:
     server = RpcServer(name="driver", bind=bind)
-    members = Directory(heartbeat_s=0.1, lost_after_s=0.6)
+    members = Directory(heartbeat_s=0.1, lost_after_s=1.2)
     members.attach(server)
     sys.stdout.write(await server.start() + "\n")
     sys.stdout.flush()

@@ -22,20 +22,20 @@ async def test_members_stay_known_until_a_restarted_directory_had_time_to_hear_o
     server, directory, address = await serve("tcp://127.0.0.1:*")
     alive = Membership(driver=address, member=member("rollout"))
     gone = Membership(driver=address, member=member("storage"))
-    await alive.join(5)
-    await gone.join(5)
-    await alive.wait_for(lambda: alive.peer("storage"), "the unit", 5)
+    await alive.join(20)
+    await gone.join(20)
+    await alive.wait_for(lambda: alive.peer("storage"), "the unit", 20)
     await directory.close()
     await server.close()
     await gone.close()
     server, directory, _ = await serve(address)
     revisions = directory.revision
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while directory.revision == revisions:
             assert alive.address("storage") is not None
             await asyncio.sleep(0.01)
     assert alive.address("storage") is not None
-    await alive.wait_for(lambda: alive.peer("storage") is None, "the unit that is gone to be forgotten", 5)
+    await alive.wait_for(lambda: alive.peer("storage") is None, "the unit that is gone to be forgotten", 20)
     assert alive.address("rollout") is not None
     await alive.close()
     await directory.close()

@@ -73,7 +73,7 @@ def direct(folder: Path, path: str, *, certificate: str = "", headers: Mapping[s
         context.load_cert_chain(tls / certificate / "tls.crt", tls / certificate / "tls.key")
     where = json.loads((folder / "run" / "processes.json").read_text())["control"].removeprefix("https://")
     host, _, port = where.partition(":")
-    connected = socket.create_connection((host, int(port)), timeout=10)
+    connected = socket.create_connection((host, int(port)), timeout=60)
     connection = HTTPSConnection("driver-0")
     with context.wrap_socket(connected, server_hostname="driver-0") as connection.sock:
         assert connection.sock.version() == "TLSv1.3"

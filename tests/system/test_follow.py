@@ -47,7 +47,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def versions_seen(folder: Path) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{record(folder)['http']}/v1/status", timeout=5) as answer:
+    with urllib.request.urlopen(f"{record(folder)['http']}/v1/status", timeout=60) as answer:
         seen: dict[str, Any] = json.load(answer)["versions"]
     return seen
 

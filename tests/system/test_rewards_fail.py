@@ -53,7 +53,7 @@ def write_reward(place: Path, *, raises: int, hangs: int = 0, wrong: int = 0) ->
 
 def status_of(place: Path) -> dict[str, Any]:
     record = json.loads((place / "run" / "run" / "processes.json").read_text())
-    with urllib.request.urlopen(f"{record['http']}/v1/status", timeout=10) as answer:
+    with urllib.request.urlopen(f"{record['http']}/v1/status", timeout=60) as answer:
         said: dict[str, Any] = json.loads(answer.read())
         return said
 

@@ -179,7 +179,7 @@ def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: p
     token = (folder / "run" / "token").read_text()
     read_only = urllib.request.Request(f"{record['http']}/v1/suspend", method="POST", headers=bearer(token))
     with pytest.raises(urllib.error.HTTPError, match="405"):
-        urllib.request.urlopen(read_only, timeout=10)
+        urllib.request.urlopen(read_only, timeout=60)
     assert [direct(folder, "/v1/suspend", headers=headers) for headers in ({}, bearer("wrong"))] == [401, 401]
     assert direct(folder, "/v1/suspend", certificate="viewer-0") == 403
     assert direct(folder, "/v1/checkpoint", headers=bearer(token)) == 202

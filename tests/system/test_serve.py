@@ -103,7 +103,7 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
                 ("storage", 1),
             ]
             for replica in replicas:
-                with urllib.request.urlopen(f"{replica['http']}/metrics", timeout=10) as answer:
+                with urllib.request.urlopen(f"{replica['http']}/metrics", timeout=60) as answer:
                     assert f"asyncflow_{replica['role']}_" in answer.read().decode()
             os.kill(int(str(replicas[1]["pid"])), signal.SIGKILL)
             served.until("storage-0 started, attempt 1")
