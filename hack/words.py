@@ -24,6 +24,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -124,19 +125,20 @@ def read_table(text: str) -> tuple[Word, ...]:
     return tuple(words)
 
 
-def check_module(source: str, path: str, words: Sequence[Word]) -> Iterator[Finding]:
+def check_module(source: str, path: str, words: tuple[Word, ...]) -> Iterator[Finding]:
     """Yield the findings in one module. path: relative to the repository."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     file = Path(path)
-    for line, name in ((1, file.parent.name if file.stem == "__init__" else file.stem), *_names(tree)):
-        for word in words:
+    some = _some(words)
+    for line, name in ((1, file.parent.name if file.stem == "__init__" else file.stem), *_names(nodes)):
+        for word in words if any(map(some.fullmatch, _parts(name))) else ():
             if part := word.in_name(name, path):
                 yield Finding(f"{path}:{line}", "words", f"{part.lower()}, in the name {name}", word.use)
-    for line, text in _texts(tree):
-        for word in words:
+    for line, text in _texts(nodes):
+        for word in words if some.search(text) else ():
             if part := word.in_text(text, path):
                 yield Finding(f"{path}:{line}", "words", f'{part.lower()}, in "{text.strip()}"', word.use)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, Documented) and (text := ast.get_docstring(node) or ""):
             first = text.split(maxsplit=1)[0].lower()
             if first in _FIRST:
@@ -186,7 +188,7 @@ def commits(base: str | None) -> list[tuple[str, str]]:
     return [(commit, subject) for commit, _, subject in (line.partition(" ") for line in lines)]
 
 
-def check(folders: Sequence[Path], *, words: Sequence[Word], base: str | None) -> list[Finding]:
+def check(folders: Sequence[Path], *, words: tuple[Word, ...], base: str | None) -> list[Finding]:
     """Return all findings in the folders and in the commits, in order."""
     sources = {_shown(path): path.read_text() for package in PACKAGES for path in sorted(package.rglob("*.py"))}
     chosen = {_shown(path) for folder in folders for path in folder.resolve().rglob("*.py")}
@@ -214,13 +216,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if found else 0
 
 
+@cache
+def _some(words: tuple[Word, ...]) -> re.Pattern[str]:
+    """Return the pattern of any of the words: with it, most names and lines are searched once, not for each word."""
+    return re.compile(rf"\b(?:{'|'.join(word.pattern for word in words)})\b", re.IGNORECASE)
+
+
 def _parts(name: str) -> list[str]:
     return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the names that a module defines, with their lines: classes, functions, parameters and fields."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ClassDef():
                 yield node.lineno, node.name
@@ -240,9 +248,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
                 yield each.lineno, name
 
 
-def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _texts(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the lines that people read, with their numbers: docstrings, log lines, errors and their hints."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 yield from _lines(node.value)
