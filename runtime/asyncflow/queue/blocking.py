@@ -170,13 +170,7 @@ class BlockingPartition:
 
 _open_queues: weakref.WeakSet[BlockingQueue] = weakref.WeakSet()
 
-
-def _reset_after_fork() -> None:
-    for queue in _open_queues:
-        queue.reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(after_in_child=lambda: list(map(BlockingQueue.reset_after_fork, _open_queues)))
 
 
 @contextmanager

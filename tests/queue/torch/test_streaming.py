@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import multiprocessing
+import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -23,7 +25,7 @@ from asyncflow.local.issuer import Issuer  # noqa: E402
 from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
 from asyncflow.queue.client import aconnect  # noqa: E402
 from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
-from asyncflow.queue.torch.dataset import Consumer  # noqa: E402
+from asyncflow.queue.torch.dataset import Consumer, _end_with_parent  # noqa: E402
 from asyncflow.queue.values import encode  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV  # noqa: E402
@@ -215,6 +217,48 @@ def _hold(data, pipe, workers):
     pipe.recv()
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_loader_worker_ends_with_its_parent_which_may_not_be_the_process_that_forked_it(monkeypatch, alive):
+    parent = SimpleNamespace(pid=os.getpid(), is_alive=lambda: alive)  # as if a fork server had forked this process
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    asyncio.run(_end_with_parent())
+    assert ended == ([] if alive else [1])
+
+
+def test_a_process_is_forked_only_when_no_thread_is_connecting(dataset, monkeypatch):
+    connecting, client, data = threading.Event(), QueueAddress.client, dataset()
+
+    def slow(self, worker=""):
+        connecting.set()
+        time.sleep(0.1)
+        return client(self, worker)
+
+    monkeypatch.setattr(QueueAddress, "client", slow)
+    opening = threading.Thread(target=data._consumer)
+    opening.start()
+    connecting.wait(10)
+    child = multiprocessing.get_context("fork").Process(target=data._consumer)
+    child.start()
+    child.join(5)
+    child.kill()
+    opening.join(10)
+    assert child.exitcode == 0
+
+
+def test_a_process_may_end_without_closing_its_data_set(served, dataset):
+    served.fill(range(ROWS), close=1)
+    data = dataset()
+    batches = iter(data)
+    next(batches)
+    ending = next(each for each in weakref.finalize._registry if each.peek()[1] == data._consumer().close)
+    assert ending.atexit
+    ending()
+    assert served.stats().leased["train/load"] == 0
+    batches.close()
+
+
 def test_loader_workers_take_nothing_when_their_process_is_gone(served, dataset):
     served.fill(range(5))
     context = multiprocessing.get_context("fork")
@@ -242,8 +286,12 @@ def test_a_controller_that_restarts_is_waited_for(served, dataset):
 
 def test_what_is_never_completed_is_given_back_when_the_data_set_is_closed(served, dataset):
     served.fill(range(ROWS), close=1)
-    data = dataset(acknowledge="explicit")
-    batches = list(loader(data, 2))
+    data = dataset(acknowledge="explicit", rows=1)
+    batches = []
+    for batch in loader(data, 2, prefetch_factor=3):
+        batches.append(batch)
+        if len(batches) == 3:  # the workers have claimed more
+            break
     data.complete(batches[0])
     data.give_back(batches[1], reason="not now")
     data.close()

@@ -9,9 +9,8 @@ Each process has one client, in an event loop in a separate thread, which renews
 the caller computes.
 
 Invariants: every row is either acknowledged or becomes ready again. At most ``prefetch`` batches wait in addition to
-the current one; in a loader worker, none in addition to those that the loader requested. Nothing polls. A
-lease is renewed until its rows are completed or returned, or it has ended. A loader worker ends with the process that
-it works for, and then claims nothing more.
+the current one; in a loader worker, only those that the loader requested. Nothing polls. A lease is renewed until its
+rows are completed or returned, or it has ended. A loader worker ends with the process that it works for.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, closing
+from contextlib import AbstractAsyncContextManager, aclosing, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -48,6 +48,7 @@ T = TypeVar("T")
 CALL_S = 60.0
 """Seconds for an answer of the queue that does not wait for rows."""
 _STARTING = threading.Lock()
+os.register_at_fork(before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_STARTING.release)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +72,18 @@ class QueueAddress:
 class Consumer:
     """One process's client of the queue, with the leases that it keeps in force and the batches that it prefetches.
 
-    holder: holder of its leases, if they are to outlive this process.
+    name: holder of the leases that loader workers claim, if these are to outlive the workers.
     """
 
-    def __init__(self, queue: QueueAddress, *, holder: str = "") -> None:
-        self.pid = os.getpid()
-        self.queue = BlockingQueue(lambda: queue.client(holder))
+    def __init__(self, queue: QueueAddress, *, name: str = "") -> None:
+        self.pid, self._name = os.getpid(), name
+        self._passes_on = bool(name) and get_worker_info() is not None
+        self.queue = BlockingQueue(lambda: queue.client(name if self._passes_on else ""))
         try:
             self.client = self.queue.awaited
         except BaseException:
             self.queue.close()
             raise
-        self._holder = holder
         self._kept: dict[str, list[LeasedRow]] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._due = 0.0
@@ -162,12 +163,17 @@ class Consumer:
 
     def close(self) -> None:
         """Leave the queue, and return the kept rows, unless another process holds them."""
-        if self.pid != os.getpid() or threading.current_thread() is self.queue.thread or self.queue.closed:
+        if self.pid != os.getpid() or self.queue.closed:
+            return
+        if threading.current_thread() is self.queue.thread:  # the garbage collector may run there
+            threading.Thread(target=self.close).start()
             return
         try:
             self.run(cancelled(self._tasks))
-            for rows in [] if self._holder else list(self._kept.values()):
+            for rows in [] if self._passes_on else list(self._kept.values()):
                 self.run(self.give_back(rows, "the data set was closed"))
+            if self._name and not self._passes_on:  # batches that loader workers claimed and nobody received
+                self.run(self.client.expire(worker=self._name, timeout=CALL_S))
         except AsyncFlowError as error:
             log.warning("the data set was closed, but its rows were not given back: %s", error)
         finally:
@@ -199,11 +205,13 @@ async def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
-    alive = os.pidfd_open(parent.pid)
-    if os.getppid() != parent.pid:
-        os.write(2, f"loader worker {os.getpid()} ends, because its parent process {parent.pid} has ended\n".encode())
-        os._exit(1)
-    asyncio.get_running_loop().add_reader(alive, os._exit, 1)
+    with suppress(ProcessLookupError):
+        ended = os.pidfd_open(parent.pid)
+        if parent.is_alive():  # so no other process has its id
+            asyncio.get_running_loop().add_reader(ended, os._exit, 1)
+            return
+    os.write(2, f"loader worker {os.getpid()} ends, because its parent process {parent.pid} has ended\n".encode())
+    os._exit(1)
 
 
 class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not type-checked here
@@ -214,14 +222,14 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
     """
 
     _current: Consumer | None = None
+    _name = ""
 
     def __init__(
         self, *, queue: QueueAddress | str, partition: str, columns: Sequence[str], prefetch: int, patience_s: float
     ) -> None:
-        where = f"{type(self).__name__} of {partition}"
         if not columns or prefetch < 0 or not patience_s > 0:
             what = f"columns {list(columns)}, prefetch {prefetch}, patience_s {patience_s} cannot be used"
-            raise Refused(what, where=where)
+            raise Refused(what, where=f"{type(self).__name__} of {partition}")
         self.queue = QueueAddress(address=queue) if isinstance(queue, str) else queue
         self.partition = partition
         self.columns = list(columns)
@@ -240,16 +248,14 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_current": None}
 
-    def _consumer(self, holder: str = "") -> Consumer:
+    def _consumer(self) -> Consumer:
         with _STARTING:
             if self._current is None or self._current.pid != os.getpid():
-                self._current = Consumer(self.queue, holder=holder)
+                self._current = Consumer(self.queue, name=self._name)
+                weakref.finalize(self, self._current.close)
             return self._current
 
 
@@ -279,13 +285,13 @@ class StreamingDataset(QueueDataset):
         self.task = task
         self._rows = rows
         self._explicit = acknowledge == "explicit"
-        self._name = worker_name(CLIENT, 0, uuid.uuid4().hex)
+        self._name = worker_name(CLIENT, 0, uuid.uuid4().hex) if self._explicit else ""
         LEASE_OWNERS[self._name] = self
 
     def __iter__(self) -> Iterator[Batch]:
         """Claim, fetch and yield batches."""
         loader = get_worker_info() is not None
-        consumer = self._consumer(self._name if loader and self._explicit else "")
+        consumer = self._consumer()
         leased: dict[str, list[LeasedRow]] = {}
 
         async def give_back() -> None:
