@@ -56,13 +56,13 @@ def test_refused_with_one_clear_message(text: str, reason: str) -> None:
         ("3.", 3.0),
         ("-7", -7),
         ("+7", 7),
-        ("007", "007"),
-        ("0x10", "0x10"),
-        ("1_000", "1_000"),
         ("1:30", "1:30"),
         ("2026-11-21", "2026-11-21"),
-        ("yes", "yes"),
-        (".nan", ".nan"),
+        ("yes ma'am", "yes ma'am"),
+        ("0x", "0x"),
+        ("0e5f", "0e5f"),
+        ("1.2.3", "1.2.3"),
+        ("_1", "_1"),
         ("true", True),
         ("False", False),
         ("~", None),
@@ -78,6 +78,23 @@ def test_a_scalar_is_what_json_would_make_of_it(text: str, value: object) -> Non
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    "text", ["yes", "n", "Off", "007", "08", "0x10", "-0b1", "0o7", "1_000", ".nan", "-.inf", "1e999"]
+)
+def test_what_kubectl_reads_as_another_value_is_refused_unless_quoted(text: str) -> None:
+    for line in (f"a: {text}", f"a: [{text}]", f"a: {{{text}: 1}}"):
+        with pytest.raises(ManifestError, match="kubectl does not read"):
+            parse(line, source="job.yaml")
+    assert parse(f"a: {{'{text}': '{text}'}}", source="s").data == {"a": {text: text}}
+
+
+@pytest.mark.parametrize("key", ["<<", "~", "null", "True", "1.0", ".5", "+1"])
+def test_a_key_that_kubectl_reads_as_another_one_is_refused_unless_quoted(key: str) -> None:
+    with pytest.raises(ManifestError, match="kubectl does not read"):
+        parse(f"a: &a {{b: 1}}\nc:\n  {key}: *a", source="job.yaml")
+    assert parse(f"c: {{'{key}': 1, 1: 2}}", source="s").data == {"c": {key: 1, "1": 2}}
+
+
 def test_a_modest_alias_is_fine_and_shares_nothing() -> None:
     data = parse("a: &a {b: [1]}\nc: *a", source="s").data
     assert data == {"a": {"b": [1]}, "c": {"b": [1]}}
@@ -90,13 +107,13 @@ def test_aliases_behind_a_long_list_cost_what_they_repeat() -> None:
 
 
 def test_what_is_written_keeps_its_order_and_is_quoted_only_where_it_must() -> None:
-    assert dump({"b": "plain: not", "a": "plain", "c": {"z": 1, "y": "1"}}) == (
-        "b: 'plain: not'\na: plain\nc:\n  z: 1\n  y: '1'\n"
+    assert dump({"b": "plain: not", "a": "plain", "c": {"z": 1, "x": "1"}}) == (
+        "b: 'plain: not'\na: plain\nc:\n  z: 1\n  x: '1'\n"
     )
 
 
 def test_every_value_knows_its_line() -> None:
-    document = parse("a: 1\nb:\n  c:\n    - x\n    - y\n", source="s")
+    document = parse("a: 1\nb:\n  c:\n    - x\n    - z\n", source="s")
     assert document.line(("a",)) == 1
     assert document.line(("b", "c")) == 3
     assert document.line(("b", "c", 1)) == 5
@@ -126,7 +143,29 @@ json_values = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=30)
     | st.sampled_from(
-        ["5e-4", "1E3", "null", "~", "yes", "0o17", "1_0", "1:30", "=", "<<", "2026-11-21", " a", "a: b"]
+        [
+            "5e-4",
+            "1E3",
+            "null",
+            "~",
+            "yes",
+            "n",
+            "Off",
+            "0o17",
+            "0x_F",
+            "-0b1",
+            "007",
+            "1_",
+            ".Inf",
+            "1e999",
+            "1_0",
+            "1:30",
+            "=",
+            "<<",
+            "2026-11-21",
+            " a",
+            "a: b",
+        ]
     ),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=12,

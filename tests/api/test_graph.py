@@ -77,7 +77,7 @@ def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() ->
     spec = job(
         "reference={replicas: 2, order: oldest}",
         tasks(
-            task("b", reads="response_ids, x", writes="y"), task("a", reads="task", writes="x", more=", groups: true")
+            task("b", reads="response_ids, x", writes="z"), task("a", reads="task", writes="x", more=", groups: true")
         ),
     ).spec
     graph = graph_of(spec)
@@ -88,12 +88,12 @@ def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() ->
         ["train"],
     ]
     declared = {(one.partition, one.name): one for one in tasks_of(spec)}
-    assert declared[TRAIN, "advantage"].needs == ["reward", "y", "x"]
-    assert {"ref_logprobs", "x", "y", "advantage"} <= set(declared[TRAIN, "train"].needs)
+    assert declared[TRAIN, "advantage"].needs == ["reward", "z", "x"]
+    assert {"ref_logprobs", "x", "z", "advantage"} <= set(declared[TRAIN, "train"].needs)
     assert declared[TRAIN, "reference"].order == "oldest"
     assert declared[TRAIN, "a"].groups
     assert declared[EVAL, "score"].needs == ["reward"]
-    assert trained_columns(spec) == ("y", "x", "ref_logprobs")
+    assert trained_columns(spec) == ("z", "x", "ref_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() ->
             [task("a", reads="reward", writes="x"), task("b", reads="reward", writes="x")],
             r"spec\.tasks\[1\]\.writes.*two writers",
         ),
-        ([task("a", reads="y", writes="x"), task("b", reads="x", writes="y")], r"a, b, advantage, train wait for each"),
+        ([task("a", reads="z", writes="x"), task("b", reads="x", writes="z")], r"a, b, advantage, train wait for each"),
         ([task("a", reads="advantage", writes="x")], r"wait for each other.*come before advantage"),
         ([task("train", reads="reward", writes="x")], r"two tasks are called 'train'"),
         ([task("reference", reads="reward", writes="x")], r"'reference' is the name of a task of every job"),

@@ -25,7 +25,7 @@ spec:
 """
 TASKS = """tasks=[
   {name: a, function: 'm:f', reads: [response_ids], writes: [{name: x}], replicas: 3},
-  {name: b, function: 'm:f', reads: [task, x, logprobs], writes: [{name: y}], order: longest},
+  {name: b, function: 'm:f', reads: [task, x, logprobs], writes: [{name: w}], order: longest},
   {name: c, function: 'm:f', reads: [x, reward], writes: [{name: z}, {name: v}]}]"""
 PPO = ("algorithm.name=ppo", "reference={}")
 Box = tuple[float, float, float, float]

@@ -1,6 +1,8 @@
 """Reader and writer of YAML documents as plain data, with the line of every value, and ``--set path=value`` overrides.
 
-Only values that JSON can express are accepted: no tags, dates or octal numbers. ``5e-4`` is a number, as in kubectl.
+Only values that JSON can express are accepted, without tags. ``5e-4`` is a number, as in kubectl. A value
+that kubectl (YAML 1.1) reads differently, such as ``no``, ``0x10`` or ``<<``, is refused unless it is quoted, so that a
+manifest means the same on one machine and on a cluster.
 
 Invariants: the limits below bound the work for any file, even a malicious one: bytes, depth, aliases, and nodes after
 the expansion of aliases are counted during parsing. An override is checked exactly as if its value were written in the
@@ -10,6 +12,7 @@ file.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +32,15 @@ MAX_ALIASES = 100
 _CHARACTERS_OF_A_NODE = 100
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,300})")
+_KEY = re.compile(r"0|-?[1-9][0-9]*")
+"""Matches numbers that are keys in kubectl as they are written."""
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]{1,3})?")
+_KUBECTL = re.compile(
+    r"[yYnN]|[yY]es|YES|[nN]o|NO|[oO]n|ON|[oO]ff|OFF|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    r"|[-+]?0(?:[bB][01_]+|[oO][0-7_]+|[xX][0-9a-fA-F_]+)"
+    r"|[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9_]+)?"
+)
+"""Matches plain scalars that kubectl does not read as texts; those that are read as numbers here are matched first."""
 _BREAKS = re.compile("[\x85\u2028\u2029\ufeff]")
 """Characters that YAML reads as line breaks, or ignores, unless they are escaped."""
 _WORDS: dict[str, bool | None] = {
@@ -126,7 +137,7 @@ class _Reader:
         elif isinstance(event, yaml.SequenceStartEvent):
             value = self._sequence(path)
         else:
-            value = _scalar(event)
+            value = self._scalar(event)
         if event.anchor is not None:
             self._anchors[event.anchor] = _Anchored(value, self._nodes - before)
         return value
@@ -138,6 +149,10 @@ class _Reader:
                 break
             if not isinstance(event, yaml.ScalarEvent):
                 raise self._refuse(event, "a key is not a plain string", "Write a plain string as the key")
+            key = self._scalar(event)
+            if (event.implicit[0] and key == "<<") or (type(key) is not str and not _KEY.fullmatch(event.value)):
+                what = f"kubectl does not read the key {event.value} as a text"
+                raise self._refuse(event, what, "Quote it; instead of <<, write the values")
             if event.value in mapping:
                 raise self._refuse(event, f"the key {event.value!r} occurs twice in one mapping", "Remove one of them")
             place = (*path, event.value)
@@ -152,6 +167,21 @@ class _Reader:
                 break
             items.append(self._node(event, (*path, len(items))))
         return items
+
+    def _scalar(self, event: Any) -> str | int | float | bool | None:
+        text: str = event.value
+        if not event.implicit[0]:
+            return text
+        if text in _WORDS:
+            return _WORDS[text]
+        if _INT.fullmatch(text):
+            return int(text)
+        if _FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
+            return number
+        if _KUBECTL.fullmatch(text):
+            hint = "Quote it if it is a text; otherwise write true, false or a decimal number"
+            raise self._refuse(event, f"kubectl does not read {text} as a text", hint)
+        return text
 
     def _alias(self, event: Any) -> Any:
         anchored = self._anchors.get(event.anchor)
@@ -180,19 +210,6 @@ def _line(event: Any) -> int:
     return line + 1
 
 
-def _scalar(event: Any) -> str | int | float | bool | None:
-    text: str = event.value
-    if not event.implicit[0]:
-        return text
-    if text in _WORDS:
-        return _WORDS[text]
-    if _INT.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    return text
-
-
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that this module, or a YAML 1.1 parser, would read as another type."""
 
@@ -202,7 +219,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
-for _pattern in (_INT, _FLOAT):
+for _pattern in (_INT, _FLOAT, _KUBECTL):
     _Dumper.add_implicit_resolver("tag:asyncflow.dev:number", re.compile(rf"^(?:{_pattern.pattern})$"), None)
 
 
