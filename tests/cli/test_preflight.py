@@ -1,6 +1,7 @@
 """Tests of what ``validate`` and the start of a run say before anything runs: model, data, options, reward function."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,12 @@ def refused(capsys, manifest: Path, *settings: str) -> str:
     assert status == 2, said
     assert said.startswith("error: ")
     return said
+
+
+def test_a_folder_whose_path_is_no_text_is_refused(capsys, manifest: Path):
+    folder = manifest.parent / os.fsdecode(b"\xff")
+    folder.mkdir()
+    assert "the path is not UTF-8. Move the manifest" in refused(capsys, manifest.rename(folder / "job.yaml"))
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ async def test_it_reads_the_jobs_folder_and_writes_to_a_folder_of_its_own(folder
 async def test_files_of_runs_in_the_jobs_folder_cannot_be_read(folder: Path) -> None:
     make_run(folder / "a" / "b" / "c" / "d" / "deep")
     make_run(folder / "runs" / "ended")
+    make_run(folder / "runs" / os.fsdecode(b"not UTF-8 \xff"))
     (folder / "runs" / "ended" / "run" / "token").unlink()
     own = make_run(folder / "runs" / "own")
     (own / "run" / "lock").unlink()

@@ -1,6 +1,7 @@
 """Pictures of a timeline: the trace, and the command that writes it and the chart."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,5 +72,9 @@ def test_the_command_prints_shares_and_writes_both_files(tmp_path: Path, capsys)
     assert "starved (rollout-0) 50.0 %" in said
     assert json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
     assert '"title":"' in (tmp_path / "out" / "timeline.html").read_text()
+    (copy := tmp_path / os.fsdecode(b"not UTF-8 \xff")).mkdir()
+    (tmp_path / "spans").rename(copy / "spans")
+    assert cli.invoke(["timeline", str(copy), "--output", str(tmp_path / "out")]) == 0
+    assert '"title":"not UTF-8 \N{REPLACEMENT CHARACTER}: ' in (tmp_path / "out" / "timeline.html").read_text()
     assert cli.invoke(["timeline", str(tmp_path / "out")]) == cli.USAGE
     assert "no spans were recorded there" in capsys.readouterr().err

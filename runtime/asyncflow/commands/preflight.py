@@ -93,6 +93,11 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
         return manifest
     algorithm_of(manifest.spec)
     folder = manifest.folder(parent)
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        hint = "Move the manifest to another folder"
+        raise ManifestError("the path is not UTF-8", where=ascii(str(folder)), hint=hint) from error
     check_files(manifest, folder)
     reward = manifest.spec.reward
     for part in reward.parts:

@@ -6,6 +6,7 @@ files.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,8 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
         return
     folder = output or run
     folder.mkdir(parents=True, exist_ok=True)
-    title = f"{run.absolute().name}: {found.end - found.begin:.1f} s"
+    name = os.fsencode(run.absolute().name).decode(errors="replace")
+    title = f"{name}: {found.end - found.begin:.1f} s"
     write_pictures(folder, found, title=title)
     console = make_console()
     console.print(shares_table(spent))

@@ -450,7 +450,7 @@ def _sandbox(scorer: Scorer, *, scratch: Path) -> Sandbox:
     facts = PROFILES[scorer.accelerator.profile]
     return Sandbox(
         readable=[str(path) for path in (scorer.workdir, *scorer.readable, *facts.read)],
-        hidden=[str(path) for path in scorer.hidden],
+        hidden=[os.fsencode(path) for path in scorer.hidden],
         writable=[str(scratch)],
         memory=scorer.memory,
         network=scorer.network,

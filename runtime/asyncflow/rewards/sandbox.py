@@ -63,7 +63,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     readable: list[str]
     writable: list[str]
     memory: int
-    hidden: list[str] = []
+    hidden: list[bytes] = []
     network: bool = False
     processes: int = 0
     devices: list[str] = []
@@ -178,7 +178,7 @@ def _restrict_files(sandbox: Sandbox) -> list[str]:
     size = 24 if version >= _SCOPE_VERSION else 16 if version >= _TCP_VERSION else 8
     ruleset = _landlock(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     try:
-        hidden = {Path(folder) for folder in sandbox.hidden}
+        hidden = {Path(os.fsdecode(folder)) for folder in sandbox.hidden}
         above = {parent for folder in hidden for parent in folder.parents}
         for path in (*_SYSTEM, *_python(), *sandbox.readable):
             for shown, rights in _without(Path(path).resolve(), hidden, above):
