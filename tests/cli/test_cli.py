@@ -304,6 +304,16 @@ def test_an_account_with_a_gap_fails(audited, counts, capsys):
     assert all(problem in capsys.readouterr().err for problem in counts.get("problems", []))
 
 
+def test_an_account_without_samples_is_refused_if_the_run_has_checkpoints(tmp_path, capsys):
+    (tmp_path / "ledger").mkdir()
+    assert cli.invoke(["audit", str(tmp_path)]) == 0
+    capsys.readouterr()
+    (tmp_path / "checkpoints" / "step-000006").mkdir(parents=True)
+    assert cli.invoke(["audit", str(tmp_path)]) == cli.USAGE
+    out, err = capsys.readouterr()
+    assert (out, "the ledger has no samples, but there are checkpoints" in err) == ("", True)
+
+
 def test_crds_are_written_and_checked(tmp_path, capsys):
     assert cli.invoke(["crds", "--directory", str(tmp_path / "crds")]) == 0
     assert cli.invoke(["crds", "--check", "--directory", str(tmp_path / "crds")]) == 0

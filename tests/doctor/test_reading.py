@@ -59,13 +59,18 @@ def test_a_long_run_costs_no_more_work_for_each_line_nor_for_its_last_seconds(
     assert later_recent < 1.1 * recent
 
 
-def test_files_that_are_torn_or_missing_cost_their_figures_only(tmp_path: Path) -> None:
+def test_files_that_are_torn_or_missing_cost_their_figures_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written(tmp_path, lines=steps(wait=0.9))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"at": 3, "other": 1}\nnonsense\n{"at": 2000, "step": 13, "att')
     (tmp_path / "rewards.json").unlink()
     (tmp_path / "lives.json").write_text("{")
     assert len(read(str(tmp_path)).steps) == 12
+    damaged, unreadable = caplog.messages
+    assert damaged == f"{tmp_path}/metrics.jsonl: 1 of 14 lines are damaged and are skipped"
+    assert unreadable.startswith(f"{tmp_path}/lives.json cannot be read")
     assert names(tmp_path) == []
 
 

@@ -67,7 +67,10 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
 
 
 def audit(directory: Path) -> int:
-    """Print counts of all samples, and of the open rows of a queue; return 1 if one was lost or counted twice."""
+    """Print counts of all samples, and of the open rows of a queue; return 1 if one was lost or counted twice.
+
+    Raises ManifestError if there is no ledger, or if it has no samples of a run that has checkpoints.
+    """
     from asyncflow.queue.ledger.audit import audit_ledgers
     from asyncflow.view.render import plain
 
@@ -77,6 +80,9 @@ def audit(directory: Path) -> int:
     report = audit_ledgers(ledger)
     has_open_rows = report.put > 0 or (directory / "queue.yaml").is_file()
     has_samples = report.dispatched > 0 or not has_open_rows
+    if report.dispatched == 0 and any((directory / "checkpoints").glob("step-*")):
+        hint = "Its file was lost or emptied: restore it from a copy"
+        raise ManifestError("the ledger has no samples, but there are checkpoints", where=str(ledger), hint=hint)
     for name in (
         *(_SAMPLES if has_samples else ()),
         *(_OPEN_ROWS if has_open_rows else ()),

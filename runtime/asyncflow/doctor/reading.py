@@ -1,13 +1,14 @@
 """Evidence of a run, read from its folder or from its driver.
 
 Invariants: nothing is written. A file that is missing, incomplete or damaged makes only its own figures unavailable,
-but a run without a manifest is refused. The folder of an active run is read as it is, and its driver is queried for its
-current status.
+with a warning if it is damaged, but a run without a manifest is refused. The folder of an active run is read as it is,
+and its driver is queried for its current status.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ from asyncflow.local.http_client import ask_at, fetch
 from asyncflow.telemetry.lines import new_lines
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import Shares, attribute, shares
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ANSWER_S = 20.0
@@ -169,5 +172,8 @@ def _status_of(folder: Path) -> DriverStatus | None:
 def _json(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("%s cannot be read, so checks of its figures find nothing: %s", path, error)
         return None
