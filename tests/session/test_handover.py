@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -17,16 +19,21 @@ torch = pytest.importorskip("torch")
 from asyncflow.algorithms.loss import Loss  # noqa: E402
 from asyncflow.algorithms.ppo import Ppo  # noqa: E402
 from asyncflow.algorithms.reinforce import ReinforcePlusPlus  # noqa: E402
+from asyncflow.api.load import load_job  # noqa: E402
 from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
+from asyncflow.session.engines import Engines  # noqa: E402
 from asyncflow.session.handover import Handover  # noqa: E402
+from asyncflow.session.joining import SessionPlace  # noqa: E402
 from asyncflow.session.role import TrainerSession  # noqa: E402
+from asyncflow.session.trainer import OwnTrainer  # noqa: E402
 from asyncflow.training.batch import MicroBatch  # noqa: E402
 from asyncflow.training.checkpoint import MANIFEST, CheckpointManifest  # noqa: E402
 from asyncflow.training.ranks import GroupLeft, SingleProcess  # noqa: E402
 from asyncflow.training.settings import BackendSettings, OptimizerSettings  # noqa: E402
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 WAIT_S = 60.0
 
 
@@ -160,6 +167,61 @@ def test_a_wait_that_is_interrupted_loses_no_sample(handover, trainer):
     with pytest.raises(ZeroDivisionError):
         handover.take(lambda _: 1 / 0, what="samples", timeout=WAIT_S)
     assert handover.take(same, what="samples", timeout=WAIT_S).keys == [SampleKey(1, 0)]
+
+
+class Fits(OwnTrainer):
+    interrupt = 0
+
+    def build(self):
+        model = torch.nn.Linear(1, 1, bias=False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(self, batch):
+        Fits.interrupt -= 1
+        if not Fits.interrupt:
+            raise KeyboardInterrupt
+        return self.model.weight.sum()
+
+
+def fitting(handover):
+    session, place = SimpleNamespace(opened=lambda: handover), SessionPlace(address="tcp://127.0.0.1:1")
+    engines = Engines(session=session, place=place, partition="train")
+    engines.job, engines.steps, engines._handover = load_job(EXAMPLE, ["trainer.external=true"]), 2, handover
+    return Fits(engines)
+
+
+def play(handover, *steps):
+    for step in steps:
+        for serial in (1, 2):
+            handover.micro_batch(one(serial), version=None)
+        handover.finish_step(step)
+
+
+def test_fit_goes_on_after_an_interruption_between_two_steps(handover, trainer):
+    fits = fitting(handover)
+    with pytest.raises(KeyboardInterrupt), interrupted():
+        fits.fit()
+    play_all = trainer.submit(play, handover, 1, 2)
+    fits.fit()
+    fits.fit()
+    play_all.result(WAIT_S)
+    assert fits.engines.step == 2
+    assert fits.engines.get_experience_data() is None
+
+
+@pytest.mark.parametrize("where", ["update", "step"])
+def test_fit_refuses_to_go_on_after_an_interruption_within_a_step(handover, trainer, monkeypatch, where):
+    fits, played = fitting(handover), trainer.submit(play, handover, 1, 2)
+    with monkeypatch.context() as patch:
+        if where == "step":
+            patch.setattr(fits.optimizer, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Fits, "interrupt", 2 if where == "update" else 0)
+        with pytest.raises(KeyboardInterrupt):
+            fits.fit()
+    with pytest.raises(Refused, match=r"step 1 was interrupted .*\. Call close, and init_engines again"):
+        fits.fit()
+    assert fits.engines.step == 0
+    assert not played.done()
 
 
 def test_the_end_wakes_both_sides(handover, trainer):

@@ -29,6 +29,9 @@ class Steps:
         batch.to = lambda _: batch
         return batch if self._taken else None
 
+    def start(self, model):
+        self.weight_sync_notify(model)
+
     def weight_sync_notify(self, model, *, state=None, metrics=None):
         self.step += state is not None
         self.published.append((model.weight.item(), metrics))

@@ -54,6 +54,7 @@ from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.retry import retry
 from asyncflow.rpc.tls import Credentials
 from asyncflow.session.experience import Experience
+from asyncflow.session.handover import Handover
 from asyncflow.session.joining import LocalRun, SessionPlace, place_of_run, remote_place
 from asyncflow.session.loader import OPEN, StreamLoader, create_stream_data_loader, declare_stage
 from asyncflow.session.role import TrainerSession
@@ -113,9 +114,10 @@ class Engines:
     def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
         self.job: RLJob | None = None
         self.state: Any = None
-        self.step = self.steps = 0
+        self.steps = 0
         self.partition = partition
         self._session = session
+        self._handover: Handover | None = None
         self._place = place
         self._queue: Consumer | None = None
         self._owner = uuid4().hex
@@ -131,8 +133,13 @@ class Engines:
             self.steps = self.job.spec.algorithm.steps
             self._model = materialize_config(self.job.spec.model.source, place.workdir)
             if session is not None:
-                handover = session.opened()
-                self.state, self.step = handover.state, handover.step
+                self._handover = session.opened()
+                self.state = self._handover.state
+
+    @property
+    def step(self) -> int:
+        """The last completed step."""
+        return 0 if self._handover is None else self._handover.step
 
     @property
     def model(self) -> Path:
@@ -263,7 +270,19 @@ class Engines:
             handover.begin(named)
             return
         handover.finish(named, state=state, metrics=_checked(metrics or {}))
-        self.step += 1
+
+    def start(self, model: nn.Module) -> None:
+        """Publish the weights of ``step``, unless that was done before.
+
+        Raises Refused if samples of a step were taken that is not completed: only a new session gets them again.
+        """
+        handover = self._trainer("start").opened()
+        if handover.within_step:
+            what = f"step {self.step + 1} was interrupted after samples of it had been taken"
+            hint = "Call close, and init_engines again: the job continues with that step"
+            raise Refused(what, where="fit", hint=hint)
+        if not handover.has_weights:
+            handover.begin(_saved(model))
 
     def generate_here(self, make_engine: MakeEngine) -> None:
         """Join the job as a further rollout, with a custom engine (``rollout.engines.base``)."""

@@ -48,8 +48,8 @@ _END: Final = "end"
 class Handover(TrainerBackend):
     """The trainer's side and the user's side (``begin``, ``take``, ``finish``) of one session.
 
-    state: the user's state in the checkpoint from which the session continues, None if it starts at θ_0; step: the step
-    of that checkpoint, or 0. opened: set once both are known, or the session has ended.
+    state: the user's state in the checkpoint from which the session continues, None if it starts at θ_0; step: the last
+    completed step. opened: set once both are known, or the session has ended.
     """
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
@@ -84,6 +84,12 @@ class Handover(TrainerBackend):
         """True once the user has set weights."""
         return self._weights is not None
 
+    @property
+    def within_step(self) -> bool:
+        """True while samples of a step were taken that the user has not finished."""
+        with self._changed:
+            return self._exhausted or (self.trained > 0 and not self._finished)
+
     def take(self, convert: Callable[[MicroBatch], T], *, what: str, timeout: float) -> T | None:
         """Return the next samples of the step, converted; None once all were taken.
 
@@ -114,6 +120,7 @@ class Handover(TrainerBackend):
                 raise Refused("the step has samples that were not taken yet", where="weight_sync_notify", hint=hint)
             self._weights, self._packed_state, self._metrics = copied, packed, dict(metrics)
             self._exhausted, self._finished = False, True
+            self.step += 1
             self._changed.notify_all()
 
     def end(self, reason: Callable[[], BaseException]) -> None:

@@ -45,6 +45,7 @@ class OwnTrainer:
         self._settings = backend_settings(self.spec, host="")
         self.model, self.optimizer = self.build()
         self.actor: nn.Module | None = None
+        self._generates = False
         if engines.state is not None:
             self.model.load_state_dict(engines.state["model"])
             self.optimizer.load_state_dict(engines.state["optimizer"])
@@ -94,12 +95,12 @@ class OwnTrainer:
     def fit(self) -> None:
         """Train until the last step. A step whose gradient is not finite changes no weights.
 
-        Raises Diverged if this repeats.
+        Raises Diverged if this repeats, and Refused if an earlier call was interrupted within a step.
         """
         skipped = 0
-        if type(self).generate_sequences is not OwnTrainer.generate_sequences:
+        if type(self).generate_sequences is not OwnTrainer.generate_sequences and not self._generates:
             self._generate_here()
-        self.engines.weight_sync_notify(self.model)
+        self.engines.start(self.model)
         while self.engines.step < self.engines.steps:
             loss, tokens = 0.0, 0
             self.optimizer.zero_grad()
@@ -149,6 +150,7 @@ class OwnTrainer:
         config = AutoConfig.from_pretrained(self.engines.model)
         self.actor = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(self.device).eval()
         self.engines.generate_here(partial(UserEngine, generate=self._generate, load=self._load))
+        self._generates = True
 
     def _generate(self, prompts: Sequence[GenerationRequest]) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
         with torch.no_grad():
