@@ -226,7 +226,7 @@ async def test_a_drop_that_comes_late_takes_no_row_from_a_step_nor_from_another_
 
 
 async def test_rows_of_a_lost_unit_are_made_again_and_go_through_once(tmp_path):
-    queue = Replicated(tmp_path, units=1, unit_lost_s=0.3)
+    queue = Replicated(tmp_path, units=1)
     try:
         await queue.start()
         await queue.put(3, keys=["a", "b", "c"])

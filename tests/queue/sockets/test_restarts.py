@@ -79,7 +79,7 @@ async def test_a_unit_that_starts_again_has_its_samples_made_again(cluster):
 
 
 async def test_a_unit_that_stays_away_is_given_up(cluster, monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.controller.controller._STOPPED_S", 0.1)  # if all stand still, none is silent
+    monkeypatch.setattr("asyncflow.queue.controller.controller._STOPPED_S", 0.25)  # if all stand still, none is silent
     async with cluster(unit_lost_s=0.5) as queue:
         await queue.create(0, 1)
         known = (await queue.client.wanted(partition=P, known=-1, timeout=10)).revision
