@@ -49,8 +49,8 @@ FUNCTION = """
                 return os.getpid()
             case "stdin":
                 return float(len(sys.stdin.read()))
-            case "torch":
-                return float("torch" in sys.modules)
+            case "imports":
+                return float("torch" in sys.modules or "asyncio" in sys.modules)
             case "none":
                 return None
             case "dict":
@@ -116,7 +116,7 @@ async def test_a_user_function_scores_and_may_print_and_sees_no_input(pool: Rewa
     assert (await one(pool, example(" 42 ", "42"))).value == 1.0
     assert (await one(pool, example("41", "42"))).value == 0.25
     assert (await one(pool, example("stdin"))).value == 0.0
-    assert (await one(pool, example("torch"))).value == 0.0
+    assert (await one(pool, example("imports"))).value == 0.0
     assert pool.scored == 4
     assert pool.failed == dict.fromkeys(FAILURES, 0)
 

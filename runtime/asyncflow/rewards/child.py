@@ -2,32 +2,29 @@
 
 Invariants: the process restricts itself before it loads untrusted code. The function runs in the main thread, and
 its output never reaches the pipe. An ``async`` function runs all requested calls concurrently, each with a deadline of
-its own; any other function runs one call at a time. The process ends when its parent ends (PR_SET_PDEATHSIG, even while
-the function runs) or when the pipe ends. This module never imports torch.
+its own (``concurrent``); any other function runs one call at a time, in a process that has not imported asyncio, which
+takes as long as all other imports. The process ends when its parent ends (PR_SET_PDEATHSIG, even while the function
+runs) or when the pipe ends. This module never imports torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
-from asyncflow.rewards.calling import Extractor, RewardFunction, end_of, failed, failed_with_traceback
+from asyncflow.rewards.calling import Extractor, RewardFunction, end_of, failed_with_traceback
 from asyncflow.rewards.functions import EXTRACTORS, load
 from asyncflow.rewards.wire import LENGTH, Load, Question, ScoreAnswer, frame
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-_COMPUTE_FACTOR: Final = 2.0
-"""CPU time of a call as a multiple of its deadline, which it may exceed with several threads."""
 
 
 def answer(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
@@ -36,19 +33,6 @@ def answer(function: RewardFunction, extractor: Extractor, question: Question) -
         returned = function.call(**function.arguments(question.examples, extractor=extractor))
         return function.judge(returned, samples=len(question.examples))
     except Exception:  # noqa: BLE001  the exception of a user's function is the result of the call
-        return failed_with_traceback()
-
-
-async def answer_in_time(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
-    """Await the function until the question's deadline, and return its result or its exception as an answer."""
-    limit = asyncio.timeout(question.seconds)
-    try:
-        async with limit:
-            returned = await function.call(**function.arguments(question.examples, extractor=extractor))
-        return function.judge(returned, samples=len(question.examples))
-    except (Exception, asyncio.CancelledError):  # noqa: BLE001  as above
-        if limit.expired():
-            return failed("timeout", f"the call did not end within {question.seconds:g} s")
         return failed_with_traceback()
 
 
@@ -66,6 +50,8 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
     unrestricted = sandbox.enter(request.sandbox)
     try:
         function = loaded(request)
+        if function.concurrent:
+            from asyncflow.rewards.concurrent import serve_concurrently
     except Exception as error:  # noqa: BLE001  a user's module may raise anything; the pool reports it
         traceback.print_exc()
         why = _cause(error, workdir=request.workdir)
@@ -77,11 +63,11 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
     _write(answers, ready)
     extractor = EXTRACTORS[request.extractor]
     if function.concurrent:
-        asyncio.run(_serve_concurrently(function, extractor, questions, answers))
+        serve_concurrently(function, extractor, questions, lambda question, given: _write(answers, given, question))
         return
     while (question := _read(questions, Question)) is not None:
-        sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
-        _write(answers, answer(function, extractor, question), nonce=question.nonce)
+        sandbox.limit_cpu(question.seconds)
+        _write(answers, answer(function, extractor, question), question)
 
 
 def _cause(error: Exception, *, workdir: str) -> str:
@@ -96,29 +82,6 @@ def _cause(error: Exception, *, workdir: str) -> str:
     return f"{what.strip()} ({own[-1][0].relative_to(workdir)}:{own[-1][1]})" if own else what.strip()
 
 
-async def _serve_concurrently(
-    function: RewardFunction, extractor: Extractor, questions: BinaryIO, answers: BinaryIO
-) -> None:
-    """Answer questions concurrently until the pipe ends."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
-    calls: set[asyncio.Task[None]] = set()
-
-    async def serve(question: Question) -> None:
-        _write(answers, await answer_in_time(function, extractor, question), nonce=question.nonce)
-
-    while True:
-        try:
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            question = msgspec.msgpack.decode(await reader.readexactly(length), type=Question)
-        except asyncio.IncompleteReadError:
-            return
-        sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
-        call = asyncio.create_task(serve(question))
-        calls.add(call)
-        call.add_done_callback(calls.discard)
-
-
 def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -126,8 +89,8 @@ def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(pipe.read(LENGTH.unpack(head)[0]), type=kind)
 
 
-def _write(pipe: BinaryIO, answered: ScoreAnswer, *, nonce: bytes | None = None) -> None:
-    pipe.write(frame(answered if nonce is None else msgspec.structs.replace(answered, nonce=nonce)))
+def _write(pipe: BinaryIO, answered: ScoreAnswer, question: Question | None = None) -> None:
+    pipe.write(frame(answered if question is None else msgspec.structs.replace(answered, nonce=question.nonce)))
     pipe.flush()
 
 

@@ -35,6 +35,8 @@ _SYSTEM: Final = (
 )
 """System paths that a Python process reads; they contain no user's data."""
 _DEVICES: Final = ("/dev/null",)
+_COMPUTE_FACTOR: Final = 2.0
+"""CPU time of a call as a multiple of its deadline, which it may exceed with several threads."""
 _OPEN_FILES: Final = 256
 _FILE_BYTES: Final = 256 << 20
 MOST_THREADS: Final = 256
@@ -85,9 +87,10 @@ def enter(sandbox: Sandbox) -> list[str]:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limit this process to ``seconds`` of CPU time from now; after that the kernel ends it (SIGXCPU)."""
+    """Limit the CPU time of a call with a deadline of ``seconds``, which begins now; the kernel ends it (SIGXCPU)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
+    most = used.ru_utime + used.ru_stime + _COMPUTE_FACTOR * seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (int(most) + 1, resource.RLIM_INFINITY))
 
 
 def _limit(sandbox: Sandbox) -> None:
