@@ -9,6 +9,7 @@ traceback is a bug.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -125,6 +126,8 @@ def main() -> None:
     except AsyncFlowError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(FAILED)
+    finally:
+        gc.freeze()  # the process ends: no search for garbage in all of its modules
 
 
 async def _run(chosen: Settings) -> int:

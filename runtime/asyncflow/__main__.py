@@ -1,5 +1,6 @@
 """Entry point of ``asyncflow`` and of ``python -m asyncflow``; it also handles Ctrl-C during the imports."""
 
+import gc
 import sys
 
 _INTERRUPTED = 130
@@ -15,6 +16,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         sys.exit(_INTERRUPTED)
+    finally:
+        gc.freeze()  # the process ends: no search for garbage in all of its modules
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ scaled up to that number, and has "places" replicas; "deaf": it cannot follow th
 
 import asyncio
 import errno
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -104,4 +105,6 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = main(*sys.argv[1:])
+    gc.freeze()  # as `asyncflow` does
+    sys.exit(status)
