@@ -13,7 +13,7 @@ import pytest
 
 from asyncflow import cli
 from asyncflow.api.load import load_job
-from asyncflow.commands.run import last_step
+from asyncflow.commands.run import _print_progress, last_step
 from asyncflow.local.folder import load_record
 from asyncflow.models.tiny import write_config
 from asyncflow.rpc.addresses import ANY_SERVER, host_and_port, server_of
@@ -133,6 +133,13 @@ def interrupted(*arguments, cwd, until, folder=None, **options):
 def steps_made(folder):
     metrics = folder / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def test_a_run_whose_trainer_is_the_users_says_that_it_is_started_again(manifest, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"at": 1.0, "step": 1, "attempt": 0, "wall_s": 1.0}\n')
+    job = load_job(manifest, ["trainer.external=true"])
+    _print_progress(job, tmp_path, file=manifest, overrides=["trainer.external=true"])
+    assert "To continue, start your trainer again; if it joins" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_what_is_kept_and_the_line_that_goes_on(manifest, tmp_path):

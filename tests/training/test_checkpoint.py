@@ -189,6 +189,18 @@ def test_killed_at_any_time_it_leaves_whole_checkpoints(tmp_path: Path) -> None:
             latest.verify()
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"\xff"])
+def test_a_damaged_file_of_the_newest_attempt_is_named(tmp_path: Path, content: bytes) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.claim(3)
+    (tmp_path / "attempt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"the newest attempt is not a number.*remove this file"):
+        checkpoints.claim(4)
+    (tmp_path / "attempt").unlink()
+    checkpoints.claim(4)
+    assert checkpoints.newest_attempt() == 4
+
+
 def test_it_can_be_seen_from_another_thread_that_a_slow_checkpoint_gets_on(tmp_path: Path) -> None:
     checkpoints, seen = Checkpoints(tmp_path), []
 

@@ -233,7 +233,10 @@ def _print_progress(job: RLJob, folder: Path, *, file: Path, overrides: Sequence
         text = f"of which 1 to {kept} are kept; the others will be made again"
     else:
         text = "and none is in a checkpoint; they will be made again"
-    click.echo(f"{made} of {steps} steps were made, {text}. Continue with\n  {run}{where} --resume")
+    go_on = "Continue with"
+    if job.spec.trainer.external:
+        go_on = "To continue, start your trainer again; if it joins a run that is active, start the run before it with"
+    click.echo(f"{made} of {steps} steps were made, {text}. {go_on}\n  {run}{where} --resume")
 
 
 def _bare_folder(file: Path) -> Path | None:

@@ -128,7 +128,8 @@ class Checkpoints:
     def claim(self, attempt: int) -> None:
         """Fence all older attempts, and determine whether all ranks can access the folder.
 
-        Raises Fenced if a newer attempt has claimed the folder, DiskError if rank 0 cannot write.
+        Raises Fenced if a newer attempt has claimed the folder, DiskError if rank 0 cannot write, CheckpointError if
+        the file of the newest attempt is damaged.
         """
         with jointly(self.group, what="claiming the checkpoints"):
             if self.group.rank == 0:
@@ -219,11 +220,15 @@ class Checkpoints:
             raise
 
     def newest_attempt(self) -> int | None:
-        """Return the newest attempt that has claimed the folder, or None."""
+        """Return the newest attempt that has claimed the folder, or None. Raises CheckpointError."""
+        path = self.folder / _ATTEMPT
         try:
-            return int((self.folder / _ATTEMPT).read_text())
+            return int(path.read_bytes())
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            hint = "Make sure that no other trainer of this run is active, and remove this file"
+            raise CheckpointError("the newest attempt is not a number", where=str(path), hint=hint) from error
 
     def _check(self, attempt: int) -> None:
         newest = self.newest_attempt()
