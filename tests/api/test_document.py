@@ -19,6 +19,8 @@ REFUSED = {
     "empty": ("", "empty"),
     "only a comment": ("# nothing\n", "empty"),
     "null": ("null", "empty"),
+    "nothing twice": ("---\n---\n", "the file is empty"),
+    "nothing first": ("---\n---\na: 1\n", "an empty document"),
     "two documents": ("a: 1\n---\na: 2\n", "a second document"),
     "key twice": ("a: 1\nb: 2\na: 3\n", "key 'a' occurs twice"),
     "nested key twice": ("a: {b: 1, b: 2}", "key 'b' occurs twice"),

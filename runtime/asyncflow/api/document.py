@@ -112,7 +112,7 @@ class _Reader:
             if isinstance(event, yaml.DocumentStartEvent):
                 self._anchors, self._lines = {}, {}
                 found.append(Document(self._node(next(self._events), ()), self._lines))
-        if not found or found[0].data is None:
+        if all(each.data is None for each in found):
             raise ManifestError("the file is empty", where=self._source, hint="Write a manifest into the file")
         if empty := next((each for each in found if each.data is None), None):
             where = f"{self._source}, line {empty.begin}"
