@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 
+from asyncflow.plugins import importing
 from asyncflow.process import PARENT, die_with_parent
 
 EXTENSION = "asyncflow.rollout.engines.vllm.worker.WorkerExtension"
@@ -102,9 +103,9 @@ def main(settings: ServerSettings) -> None:
     if settings.deterministic and settings.device != _BATCH_INVARIANT:
         refuse(_VARIANT.format(settings.device))
     try:
-        parser = _import_first(_PARSERS).make_arg_parser(
-            _import_first(_PARSER_CLASSES).FlexibleArgumentParser(allow_abbrev=False)
-        )
+        with importing():
+            parsers, classes = _import_first(_PARSERS), _import_first(_PARSER_CLASSES)
+        parser = parsers.make_arg_parser(classes.FlexibleArgumentParser(allow_abbrev=False))
     except ImportError as error:
         refuse(f"vLLM cannot be imported: {error}")
     _check_platform(settings, refuse=refuse)
@@ -118,7 +119,7 @@ def main(settings: ServerSettings) -> None:
         refuse(f"the installed vLLM has no option {', '.join(unknown)}")
     try:
         arguments = parser.parse_args(_argv({**settings.required, **optional, **settings.given}))
-        _import_first(_PARSERS).validate_parsed_serve_args(arguments)
+        parsers.validate_parsed_serve_args(arguments)
     except (TypeError, ValueError) as error:
         refuse(str(error))
     import uvloop
