@@ -124,7 +124,7 @@ def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:
 
 
 def test_of_a_task_that_is_left_to_clients_the_queue_tells_and_no_client_counts_as_its_process() -> None:
-    own = "tasks=[{name: a, reads: [reward], writes: [{name: x}]}, {name: b, reads: [reward], writes: [{name: y}]}]"
+    own = "tasks=[{name: a, reads: [reward], writes: [{name: x}]}, {name: b, reads: [reward], writes: [{name: z}]}]"
     graph = graph_of(load_job(EXAMPLE, [own, "trainer.external=true"]).spec)
     heard = [(Member(role="client", index=0, incarnation=f"client-0-{n}"), {"done": 5}, 0.0) for n in range(3)]
     stats = STATS | {"ready": {"train/a": 7}, "leased": {"train/b": 2}}

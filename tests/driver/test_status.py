@@ -137,7 +137,7 @@ def test_prompts_that_nobody_has_put_are_named_before_a_stall(tmp_path: Path) ->
 
 
 def test_a_task_that_is_left_to_the_user_and_that_nobody_does_is_named(tmp_path: Path) -> None:
-    own = "tasks=[{name: mark, reads: [reward], writes: [{name: x}]}, {name: b, reads: [x], writes: [{name: y}]}]"
+    own = "tasks=[{name: mark, reads: [reward], writes: [{name: x}]}, {name: b, reads: [x], writes: [{name: z}]}]"
     spec = load_job(EXAMPLE, [own, "trainer.external=true"]).spec
     says = "64 samples of the task mark, which is left to your process"
 

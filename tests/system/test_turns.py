@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from one_run import EXAMPLES, counted_once, finish, kill, start, untrained, wait_for_step
+
+from asyncflow.api.document import dump, parse
 
 pytestmark = pytest.mark.process
 
@@ -30,13 +31,13 @@ MADE = re.compile(r"left; (\d+) tokens were made here")
 
 def begun(folder: Path, name: str, *settings: str, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Begin a run of an example with an environment that takes its time, and without evaluation."""
-    manifest = yaml.safe_load((EXAMPLES / name).read_text())
+    manifest = parse((EXAMPLES / name).read_text(), source=name).data
     del manifest["spec"]["evaluation"], manifest["spec"]["data"]["eval"]
     manifest["spec"] |= {"environment": {"function": "slow:answer", "maxTurns": 3, "config": {"seconds": 0.2}}, **spec}
     folder.mkdir()
     (folder / "slow.py").write_text(ENVIRONMENT)
     (folder / "judge.py").write_text(JUDGE)
-    (folder / "job.yaml").write_text(yaml.safe_dump(manifest))
+    (folder / "job.yaml").write_text(dump(manifest))
     return start(str(folder / "job.yaml"), folder / "run", list(settings))
 
 
