@@ -139,7 +139,7 @@ def test_a_run_whose_trainer_is_the_users_says_that_it_is_started_again(manifest
     (tmp_path / "metrics.jsonl").write_text('{"at": 1.0, "step": 1, "attempt": 0, "wall_s": 1.0}\n')
     job = load_job(manifest, ["trainer.external=true"])
     _print_progress(job, tmp_path, file=manifest, overrides=["trainer.external=true"])
-    assert "To continue, start your trainer again; if it joins" in capsys.readouterr().out
+    assert "To continue, start your trainer again. If it joins" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_what_is_kept_and_the_line_that_goes_on(manifest, tmp_path):

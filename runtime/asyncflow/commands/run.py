@@ -235,7 +235,7 @@ def _print_progress(job: RLJob, folder: Path, *, file: Path, overrides: Sequence
         text = "and none is in a checkpoint; they will be made again"
     go_on = "Continue with"
     if job.spec.trainer.external:
-        go_on = "To continue, start your trainer again; if it joins a run that is active, start the run before it with"
+        go_on = "To continue, start your trainer again. If it joins an active run, first start the run with"
     click.echo(f"{made} of {steps} steps were made, {text}. {go_on}\n  {run}{where} --resume")
 
 
