@@ -72,7 +72,7 @@ def scratch_folder(*, longest: int | None = None) -> Path:
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files and sockets as its hard limit allows. Raises AsyncFlowError if too few."""
+    """Raise the limit of open files and sockets to its hard limit. Raises AsyncFlowError if that is too low."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if most < _FEWEST_FILES:
         what = f"it may open {most} files and sockets, and needs at least {_FEWEST_FILES}"

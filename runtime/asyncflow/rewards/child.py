@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -63,7 +64,7 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
     _write(answers, ready)
     extractor = EXTRACTORS[request.extractor]
     if function.concurrent:
-        serve_concurrently(function, extractor, questions, lambda question, given: _write(answers, given, question))
+        serve_concurrently(function, extractor, questions, partial(_write, answers))
         return
     while (question := _read(questions, Question)) is not None:
         sandbox.limit_cpu(question.seconds)

@@ -12,7 +12,7 @@ from asyncflow.rewards import sandbox
 from asyncflow.rewards.calling import Extractor, RewardFunction, failed, failed_with_traceback
 from asyncflow.rewards.wire import LENGTH, Question, ScoreAnswer
 
-Reply = Callable[[Question, ScoreAnswer], None]
+Reply = Callable[[ScoreAnswer, Question], None]
 
 
 def serve_concurrently(function: RewardFunction, extractor: Extractor, questions: BinaryIO, reply: Reply) -> None:
@@ -26,7 +26,7 @@ async def _serve(function: RewardFunction, extractor: Extractor, questions: Bina
     calls: set[asyncio.Task[None]] = set()
 
     async def serve(question: Question) -> None:
-        reply(question, await _answer_in_time(function, extractor, question))
+        reply(await _answer_in_time(function, extractor, question), question)
 
     while True:
         try:

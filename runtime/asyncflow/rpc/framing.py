@@ -78,7 +78,7 @@ Put: TypeAlias = Callable[[memoryview], int | None]
 
 
 class Inbox:
-    """Received messages: ``room`` returns memory for the next bytes, ``took`` processes them. Parts are never reused.
+    """Received messages: ``room`` returns memory for the next bytes, ``took`` processes them. No memory is reused.
 
     most: maximum bytes of one message, which may be changed between two messages; take: returns the part of a given
     size at a page of shared memory.

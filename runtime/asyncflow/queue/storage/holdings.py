@@ -322,7 +322,7 @@ class Holdings:
             raise StaleHandle(f"row {missing[0]} is not on this unit", where=self._where, hint=hint)
         cells = [self.rows[number].cells for number in rows]
         try:
-            held = dict(zip(columns, zip(*[map(of.__getitem__, columns) for of in cells], strict=True), strict=True))
+            held = {name: tuple([of[name] for of in cells]) for name in columns}
         except KeyError as lacking:
             number, there = next((row, of) for row, of in zip(rows, cells, strict=True) if lacking.args[0] not in of)
             hint = f"It has {', '.join(sorted(there))}"

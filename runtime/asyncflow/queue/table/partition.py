@@ -220,7 +220,7 @@ class Step:
     """The progress of D_step through the trainer.
 
     groups, size: as declared; bound: groups by serial, in order of binding; carry: bound rows that are in no slot yet;
-    count, summed: number of the first slots whose weights no longer change, and their sum for each rank.
+    settled: number of the first slots whose weights no longer change; settled_loads: their sum for each rank.
     """
 
     number: int
@@ -230,8 +230,8 @@ class Step:
     bound: dict[int, RowGroup] = field(default_factory=dict)
     carry: dict[int, Row] = field(default_factory=dict)
     ranks_done: set[int] = field(default_factory=set)
-    count: int = 0
-    summed: list[int] = field(default_factory=list)
+    settled: int = 0
+    settled_loads: list[int] = field(default_factory=list)
 
     @property
     def exhausted(self) -> bool:
@@ -245,17 +245,17 @@ class Step:
 
     def loads(self, world: int, spec: TaskSpec) -> list[int]:
         """Return the total weight of the rows that each rank got so far. Slots of reported rows are summed once."""
-        loads = self.summed or [0] * world
-        for slot in self.slots[self.count :]:
+        loads = self.settled_loads or [0] * world
+        for slot in self.slots[self.settled :]:
             loads = [load + weight_of(slot.ranks[rank], shared=spec.shared_tokens) for rank, load in enumerate(loads)]
-            if slot is self.slots[self.count] and all(row.reported for rows in slot.ranks for row in rows):
-                self.count, self.summed = self.count + 1, loads
+            if slot is self.slots[self.settled] and all(row.reported for rows in slot.ranks for row in rows):
+                self.settled, self.settled_loads = self.settled + 1, loads
         return loads
 
     def reset(self) -> list[RowGroup]:
         """Forget slots, bindings and reports; return the groups that were bound."""
         groups = list(self.bound.values())
-        self.slots, self.bound, self.carry, self.ranks_done, self.count, self.summed = [], {}, {}, set(), 0, []
+        self.slots, self.bound, self.carry, self.ranks_done, self.settled, self.settled_loads = [], {}, {}, set(), 0, []
         return groups
 
 

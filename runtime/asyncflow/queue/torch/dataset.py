@@ -222,7 +222,7 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
     """
 
     _current: Consumer | None = None
-    _name = ""
+    _name = ""  # holder of the leases, if the caller acknowledges them
 
     def __init__(
         self, *, queue: QueueAddress | str, partition: str, columns: Sequence[str], prefetch: int, patience_s: float
@@ -284,9 +284,9 @@ class StreamingDataset(QueueDataset):
             raise Refused(f"rows {rows}, acknowledge {acknowledge!r} cannot be used", where=f"{partition}/{task}")
         self.task = task
         self._rows = rows
-        self._explicit = acknowledge == "explicit"
-        self._name = worker_name(CLIENT, 0, uuid.uuid4().hex) if self._explicit else ""
-        LEASE_OWNERS[self._name] = self
+        if acknowledge == "explicit":
+            self._name = worker_name(CLIENT, 0, uuid.uuid4().hex)
+            LEASE_OWNERS[self._name] = self
 
     def __iter__(self) -> Iterator[Batch]:
         """Claim, fetch and yield batches."""
@@ -304,7 +304,7 @@ class StreamingDataset(QueueDataset):
                 for batch in batches:
                     assert batch.lease is not None
                     rows = batch.lease.rows
-                    if self._explicit:
+                    if self._name:
                         del leased[rows[0].lease]
                         yield batch
                     elif not loader:
@@ -378,7 +378,7 @@ class StreamingDataset(QueueDataset):
             partition=self.partition,
             task=self.task,
             max_rows=self._rows,
-            until_done=not self._explicit,
+            until_done=not self._name,
             timeout=self._patience_s,
         )
         if (rows := claimed.rows) or claimed.ended:
