@@ -15,8 +15,8 @@ from pathlib import Path
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by a new file with ``content``, created with ``mode``.
 
-    Raises OSError on failure: the old file is then unchanged, and the temporary file is removed. If only the sync of
-    the folder failed, the new file is in place, but may be lost in a crash of the machine.
+    Raises OSError that names ``path`` on failure: the old file is then unchanged, and the temporary file is removed. If
+    only the sync of the folder failed, the new file is in place, but may be lost in a crash of the machine.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident():x}")
     try:
@@ -26,10 +26,11 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             file.flush()
             os.fsync(descriptor)
         draft.replace(path)
-    except OSError:
+        sync(path.parent)
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
-    sync(path.parent)
 
 
 def make_folder(path: Path) -> None:
