@@ -175,16 +175,22 @@ async def test_where_nobody_listens_it_says_whose_log_tells_why(place: Place) ->
     ],
 )
 async def test_a_server_that_sends_anything_else_fails_the_sample_only(place: Place, frames: tuple[bytes, ...]) -> None:
+    connections = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
         for each in frames:
             writer.write(each)
             await reader.read(1)
+        writer.write_eof()
+        await reader.read()
         writer.close()
 
     async with await asyncio.start_unix_server(serve, place.socket):
         client = place.client()
         result = await asyncio.wait_for(one(client, example("7", "7")), 10)
         await client.close()
+        await asyncio.wait_for(asyncio.gather(*connections), 10)  # the client has closed each of them
     assert (result.failure, result.value) == ("died", 0.0)
 
 

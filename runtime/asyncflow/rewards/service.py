@@ -222,8 +222,7 @@ class RewardClient:
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                reader, writer = await self._dial()
-                greeting = await _read(reader, Greeting)
+                greeting, reader, writer = await self._greeted()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no reward server answered within {self._start_timeout_s:g} s",
@@ -239,6 +238,15 @@ class RewardClient:
             raise ManifestError(greeting.failure)
         self._by_group = greeting.by_group
         return _Connection(reader, writer, silence_s=self._silence_s, where=str(self._path))
+
+    async def _greeted(self) -> tuple[Greeting, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect and read the server's greeting; if that fails, the connection is closed."""
+        reader, writer = await self._dial()
+        try:
+            return await _read(reader, Greeting), reader, writer
+        except BaseException:
+            writer.close()
+            raise
 
     async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while True:
