@@ -71,12 +71,13 @@ async def forks(tmp_path: Path) -> Iterator[Forks]:
 
 async def test_a_forked_process_is_what_a_started_one_would_be(forks):
     code = """
-import json, os, psutil, sys
+import json, os, pathlib, psutil, sys
 this = psutil.Process()
 print(json.dumps({
     "leads": os.getsid(0) == os.getpgid(0) == os.getpid(), "parent": os.getppid(), "read": sys.stdin.read(),
     "argv": sys.argv[1:], "name": __name__, "variables": [os.environ["OWN"], "OTHER" in os.environ],
-    "title": this.cmdline(), "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:4],
+    "title": this.cmdline(), "comm": pathlib.Path("/proc/self/comm").read_text(),
+    "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:4],
 }))
 print("to the log, too", file=sys.stderr)
 sys.exit(3)
@@ -98,6 +99,7 @@ sys.exit(3)
         "argv": ["--index", "1"],
         "name": "__main__",
         "variables": ["mine", False],
+        "comm": "python\n",
     }
     assert said.splitlines()[1:] == ["to the log, too"]
 

@@ -177,7 +177,7 @@ class ForkServer:
 def main(modules: Sequence[str]) -> None:
     """Import and fork on request of the supervisor, until it closes its end; in a forked process, run the role."""
     die_with_parent()
-    setproctitle.setproctitle("asyncflow fork server")
+    _set_title("asyncflow fork server")
     find_installed()
     with socket.socket(fileno=os.dup(0)) as supervisor:
         with open(os.devnull, "rb") as nothing:
@@ -255,6 +255,15 @@ def _fork() -> int:
     return int(pid)
 
 
+def _set_title(title: str) -> None:
+    """Set the title of this process, and a name without spaces, as spawned processes have.
+
+    CPython 3.12 and later read the number of threads wrong behind a name with spaces, and warn at each fork.
+    """
+    setproctitle.setproctitle(title)
+    setproctitle.setthreadtitle("python")
+
+
 def _become(argv: Sequence[str], env: Mapping[str, str], output: int, release: int) -> None:
     """Run ``python -m MODULE ...`` in this process once the supervisor has written to ``release``; otherwise exit."""
     for stream in (1, 2):
@@ -265,7 +274,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], output: int, release: i
     os.close(release)
     os.environ.clear()
     os.environ.update(env)
-    setproctitle.setproctitle(" ".join(argv))
+    _set_title(" ".join(argv))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     threads = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # further numbers are of nested parallel regions
