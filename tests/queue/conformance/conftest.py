@@ -224,8 +224,8 @@ class RawPeer:
     async def send(self, parts):
         small = [bytes(part) for part in parts if len(part) < LARGE]
         block = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)) + b"".join(small)
-        self.writer.write(struct.pack("<Q", len(block)) + block)
-        self.writer.writelines(bytes(part) for part in parts if len(part) >= LARGE)
+        large = [bytes(part) for part in parts if len(part) >= LARGE]
+        self.writer.writelines([struct.pack("<Q", len(block)) + block, *large])
         await self.writer.drain()
 
     async def receive(self):
