@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -52,6 +53,25 @@ def test_the_exit_status_says_whether_another_attempt_helps_and_whose_fault_it_w
 
     options = RoleOptions(role="trainer", job=COUNTING, driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path)
     assert run_role(serve, options) == status
+
+
+@pytest.mark.parametrize("code", [None, 0, REFUSED, "enough"])
+def test_a_role_whose_code_exits_has_failed_whatever_the_code_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int | str | None
+) -> None:
+    monkeypatch.setattr(context, "setup_logging", lambda *_: None)
+
+    async def end() -> None:
+        sys.exit(code)
+
+    async def serve(_: JobContext) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end())
+
+    options = RoleOptions(role="trainer", job=COUNTING, driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path)
+    assert run_role(serve, options) == 1
+    assert "has ended the process" in caplog.text
+    assert "sys.exit(code)" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["trainer.backend.options", "rollout.engine.options"])

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import sys
 
 
 def lengths(rows, config):
@@ -42,6 +43,16 @@ def odd_raises(rows, config):
     if any(row.sample % 2 for row in rows):
         raise ValueError("an odd sample")
     return lengths(rows, config)
+
+
+def odd_exits(rows, config):
+    if any(row.sample % 2 for row in rows):
+        sys.exit()
+    return lengths(rows, config)
+
+
+async def awaited_odd_exits(rows, config):
+    return odd_exits(rows, config)
 
 
 def odd_dies(rows, config):

@@ -81,7 +81,14 @@ async def test_an_async_function_is_awaited_here_many_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("odd_raises", "raised"), ("odd_dies", "died"), ("odd_is_wrong", "invalid")]
+    ("name", "kind"),
+    [
+        ("odd_raises", "raised"),
+        ("odd_exits", "raised"),
+        ("awaited_odd_exits", "raised"),
+        ("odd_dies", "died"),
+        ("odd_is_wrong", "invalid"),
+    ],
 )
 async def test_a_bad_row_takes_no_other_with_it(name: str, kind: str) -> None:
     async with function(name, timeout_s=30.0) as made:
@@ -127,6 +134,14 @@ async def test_what_cannot_be_called_is_refused_with_the_reason() -> None:
     check_function("functions_of_users:lengths", workdir=HERE, where="spec.tasks[0].function")
     with pytest.raises(ManifestError, match="no module 'nowhere'"):
         check_function("nowhere:lengths", workdir=HERE, where="spec.tasks[0].function")
+
+
+async def test_a_program_that_ends_at_once_is_refused_with_the_place_where_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text("import sys\n\n\ndef end(rows, config):\n    return []\n\n\nsys.exit()\n")
+    made = TaskFunction("ending:end", workdir=tmp_path, outputs=(LENGTH,), config={})
+    with pytest.raises(ManifestError, match=r"ending\.py\", line 8(?s:.*)SystemExit"):
+        await made.start()
+    await made.close()
 
 
 async def test_a_function_that_cannot_be_loaded_again_is_a_failure_of_its_rows(tmp_path: Path) -> None:

@@ -407,6 +407,9 @@ def run_role(
         for error in errors:
             log.error("%s", error)
         status = _status(errors)
+    except* SystemExit:
+        log.exception("code that was called here has ended the process")
+        status = 1
     return status
 
 

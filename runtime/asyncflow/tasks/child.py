@@ -173,7 +173,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the parent ends this process
     try:
         function = load_function(request.function, workdir=Path(request.workdir))
-    except Exception:  # noqa: BLE001  the user's module may raise anything: the parent reports it
+    except (Exception, SystemExit):  # noqa: BLE001  the user's module may raise anything: the parent reports it
         _write(answers, FunctionLoaded(failure=_raised().tail))
         return
     _write(answers, FunctionLoaded(is_async=inspect.iscoroutinefunction(function)))
@@ -184,7 +184,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 def _results(function: Callable[..., Any], call: FunctionCall, outputs: Sequence[OutputColumn]) -> list[Result]:
     try:
         return read_results(function(call.rows, call.config), outputs, rows=len(call.rows))
-    except Exception:  # noqa: BLE001  the user's code may raise anything: that is the result
+    except (Exception, SystemExit):  # noqa: BLE001  the user's code may raise anything: that is the result
         return [_raised()] * len(call.rows)
 
 

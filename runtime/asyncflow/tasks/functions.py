@@ -107,7 +107,7 @@ class TaskFunction:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return read_results(await self._awaited(rows, self._config), self._outputs, rows=len(rows))
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything: that is the result
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything: that is the result
             if isinstance(error, TimeoutError) and limit.expired():
                 return [RowFailure("timeout", f"the function took longer than {self._timeout_s:g} s")] * len(rows)
             return [RowFailure("raised", traceback.format_exc(limit=SHOWN))] * len(rows)
