@@ -61,7 +61,7 @@ class CheckpointsSpec(Spec):
     """Also keep the checkpoint with the best evaluation, by this figure of the main set; the earliest wins a tie. Every
     evaluated version then has a checkpoint, at least until its evaluation is done. Absent: off."""
     claim: ClaimSpec | None = None
-    """Volume claim for the checkpoints on Kubernetes."""
+    """Volume claim for the checkpoints on Kubernetes. Resuming them needs the ledger, so set the ledger's claim too."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
     """ReadWriteOnce: rank 0 writes the parts of all ranks. ReadWriteMany: every rank writes its part."""
 

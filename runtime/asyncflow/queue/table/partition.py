@@ -301,7 +301,7 @@ class Gang:
                 raise Refused(
                     f"weights θ{step} contain step {number}, whose samples were never all in slots",
                     where=where,
-                    hint="The ledger is older than the checkpoint: resume from an older checkpoint",
+                    hint="The ledger is lost, or older than the checkpoint: resume from an older checkpoint, or none",
                 )
 
     def check_slot(self, step: int, slot: int, rank: int, *, where: str) -> Decision | None:
