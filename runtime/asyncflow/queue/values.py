@@ -82,8 +82,7 @@ def _nested(values: Any) -> bool:
 def _of_rows(rows: list[Any], where: str) -> Jagged:
     kinds = {type(row) for row in rows}
     if not rows:
-        hint = "Pass an array of shape (0, ...)"
-        raise Refused("an empty list has no dtype", where=where, hint=hint)
+        raise Refused("an empty list has no dtype", where=where, hint="Pass an array of shape (0, ...)")
     if all(is_array(row) for row in rows):
         return _jagged([plain_array(row, where) for row in rows], where)
     if kinds == {bytes}:
@@ -146,13 +145,17 @@ def plain_array(values: Any, where: str) -> tuple[Array, str]:
         import torch
 
         tensor: torch.Tensor = values.detach().cpu()
-        if tensor.dtype == torch.bfloat16:
-            return tensor.contiguous().view(torch.int16).numpy().view(np.uint16), BFLOAT16
-        values = tensor.numpy()
+        try:
+            if tensor.dtype == torch.bfloat16:
+                return tensor.contiguous().view(torch.int16).numpy().view(np.uint16), BFLOAT16
+            values = tensor.numpy(force=True)
+        except (RuntimeError, TypeError) as wrong:
+            what = f"a {tensor.layout} tensor of {tensor.dtype} cannot be a column"
+            raise Refused(what, where=where, hint="Pass a dense tensor of a dtype that numpy has") from wrong
     array, name = np.asarray(values), name_of(values.dtype)
     if name == BFLOAT16:
         return np.ascontiguousarray(array).view(np.uint16), BFLOAT16
-    if name not in DTYPES:
+    if name not in DTYPES or name in (TEXT, BYTES, OBJECT):
         names = ", ".join(sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT}))
         raise Refused(f"values of dtype {name} cannot be a column", where=where, hint=f"It may hold {names}")
     return array.astype(DTYPES[name], copy=False), name

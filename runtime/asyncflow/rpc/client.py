@@ -275,8 +275,7 @@ class RpcClient:
         try:
             return framing.decoder_of(cast("Hashable", reply)).decode(answer), out
         except framing.MALFORMED as wrong:
-            what = f"{method}: the answer is no {reply.__name__}: {wrong}"
-            raise ProtocolError(what, where=link.address) from wrong
+            raise ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=link.address) from wrong
 
     async def close(self) -> None:
         """Close the connection. Pending calls and calls made afterwards raise PeerLost."""

@@ -190,9 +190,8 @@ def refusal(error: BaseException) -> PeerRefused:
 
 def _identity_of(ssl_object: ssl.SSLObject) -> ProcessIdentity:
     """Return the identity in the peer's certificate. Raises PeerRefused if it has none."""
-    certificate = ssl_object.getpeercert() or {}
-    names: Any = certificate.get("subjectAltName", ())
-    found = [ProcessIdentity.of(value) for kind, value in names if kind == "URI"]
+    certificate: Any = ssl_object.getpeercert() or {}
+    found = [ProcessIdentity.of(value) for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
     if len(found) != 1 or found[0] is None:
         raise PeerRefused("the peer's certificate names no process", reason="no_identity")
     return found[0]

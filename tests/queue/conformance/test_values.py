@@ -145,6 +145,8 @@ def test_what_is_no_plain_value_is_refused_with_its_name():
         (np.zeros(2, complex), "values of dtype complex128 cannot be a column"),
         (np.array(["ab"]), "values of dtype str64 cannot be a column"),
         (np.array([b"ab"]), "values of dtype bytes16 cannot be a column"),
+        ([np.array([1, 2.5], object)], "values of dtype object cannot be a column"),
+        ([{"deep": np.array([1, 2.5], object)}], "values of dtype object cannot be a column"),
     ],
 )
 def test_a_column_that_could_not_be_given_back_is_refused(values, words):

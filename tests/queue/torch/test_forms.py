@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from asyncflow.errors import ManifestError  # noqa: E402
+from asyncflow.errors import ManifestError, Refused  # noqa: E402
 from asyncflow.queue.protocol.messages import RowMeta  # noqa: E402
 from asyncflow.queue.torch import Batch, Column  # noqa: E402
 from asyncflow.queue.values import decode, encode  # noqa: E402
@@ -47,6 +47,20 @@ def test_equal_rows_are_padded_and_nested_without_a_copy():
     _, packed = column([1, 3])
     packed.nested()[1][0] = 9
     assert packed[1].tolist() == [9, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.ones(2, 2).to(torch.float8_e4m3fn), "torch.strided tensor of torch.float8_e4m3fn"),
+        (torch.ones(2, 2).to_sparse(), "torch.sparse_coo tensor of torch.float32"),
+        (torch.ones(2, 2, dtype=torch.bfloat16).to_sparse(), "torch.sparse_coo tensor of torch.bfloat16"),
+    ],
+)
+def test_a_tensor_that_numpy_cannot_hold_is_refused_with_its_column(tensor, kind):
+    for values in (tensor, [tensor], [{"deep": tensor}]):
+        with pytest.raises(Refused, match=f"column x: a {kind} cannot be a column. Pass a dense tensor"):
+            encode(values, where="column x")
 
 
 @given(lengths, st.sampled_from([(), (2,)]), st.sampled_from([torch.bfloat16, torch.float16, torch.bool, torch.int32]))

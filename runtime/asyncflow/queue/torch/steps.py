@@ -164,8 +164,7 @@ class StepDataset(QueueDataset):
             fetched = await client.fetch(slot.rows, self.columns, timeout=CALL_S)
         except StaleHandle as error:
             hint = "Storage was lost: begin again at the last checkpoint, and the queue requests these samples again"
-            where = f"slot {slot.slot} of step {slot.step}"
-            raise StaleHandle(error.what, where=where, hint=hint) from error
+            raise StaleHandle(error.what, where=f"slot {slot.slot} of step {slot.step}", hint=hint) from error
         return Batch(
             metas=[row.meta for row in slot.rows],
             columns=columns_of(fetched, self.columns),
