@@ -79,6 +79,8 @@ def test_a_step_goes_through(handover, trainer):
     assert handover.trained == 2
     weights = torch.full((2,), 5.0)
     handover.finish({"w": weights}, state={"step": 1}, metrics={"loss": 0.5})
+    with pytest.raises(Refused, match="step 2 has samples that were not taken yet"):
+        handover.finish({"w": weights}, state={"step": 2}, metrics={})
     weights += 1
     assert finished.result(WAIT_S) == {"loss": 0.5}
     assert {name: array.tolist() for name, array in handover.tensors()} == {"w": [5.0, 5.0]}

@@ -117,7 +117,8 @@ class Handover(TrainerBackend):
             self._check()
             if not self._exhausted:
                 hint = "Call get_experience_data until it returns None: a step trains all of its samples"
-                raise Refused("the step has samples that were not taken yet", where="weight_sync_notify", hint=hint)
+                what = f"step {self.step + 1} has samples that were not taken yet"
+                raise Refused(what, where="weight_sync_notify", hint=hint)
             self._weights, self._packed_state, self._metrics = copied, packed, dict(metrics)
             self._exhausted, self._finished = False, True
             self.step += 1
