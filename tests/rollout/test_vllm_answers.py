@@ -111,6 +111,16 @@ async def test_tokens_whose_version_vllm_says_at_the_end_only_are_told_then(tmp_
     await engine.close()
 
 
+async def test_a_vllm_of_whose_tokens_the_version_is_unknown_is_refused_under_running_sequences(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    engine._mark(V1, None)
+    begun = request_begun(V1)
+    engine._open = {begun.id: begun}
+    with pytest.raises(ManifestError, match=r"does not report which weights made a token\. Install vLLM 0\.32"):
+        engine._mark(V2, None)
+    await engine.close()
+
+
 def test_what_vllm_says_of_versions_counts_only_where_it_was_told_them() -> None:
     begun = request_begun(V1, spans=True)
     spans = [{"version": str(V1.packed), "start": 0, "end": 1}, {"version": str(V2.packed), "start": 1, "end": 3}]

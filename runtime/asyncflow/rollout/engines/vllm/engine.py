@@ -366,13 +366,13 @@ class VllmEngine(RolloutEngine):
         """Record for each open request how many tokens it had when ``version`` was loaded.
 
         tokens: number by vLLM's own request id, None if unknown. A request that is absent has not started, or, if some
-        of its tokens are here, has ended. Raises AsyncFlowError if neither vLLM nor the workers know the numbers.
+        of its tokens are here, has ended. Raises ManifestError if neither vLLM nor the workers know the numbers.
         """
         if tokens is None:
             if self._open and not self._reports_versions:
-                raise AsyncFlowError(
-                    "this vLLM does not report which weights made a token", where="spec.rollout.engine"
-                )
+                what = "this vLLM does not report which weights made a token"
+                hint = "Install vLLM 0.32 or newer, or set schedule.swapAt: sequence"
+                raise ManifestError(what, where="spec.rollout.engine", hint=hint)
             for open_ in self._open.values():
                 open_.doubt()
             return
