@@ -42,6 +42,7 @@ class Leader:
         self._seen_at = clock()
         self._renewed = 0.0
         self._holds = False
+        self._turn = asyncio.Lock()
 
     @property
     def leads(self) -> bool:
@@ -67,10 +68,11 @@ class Leader:
                 await asyncio.sleep(RENEW_S / 2)
 
     async def release(self) -> None:
-        """Release the Lease, so that another process can take over immediately."""
+        """Release the Lease, so that another process can take over immediately; ``keep`` waits from then on."""
         if not self._holds:
             return
         self._holds = False
+        await self._turn.acquire()  # for good: a renewal would take the Lease back
         try:
             async with asyncio.timeout(_CALL_S):
                 lease = await self._api.get(LEASE, self._namespace, self._name)
@@ -82,13 +84,14 @@ class Leader:
 
     async def _try(self) -> bool:
         """Take or renew the Lease, and return whether this process holds it now."""
-        remaining_s = self._renewed + RENEW_WITHIN_S - self._clock() if self._holds else _CALL_S
-        try:
-            async with asyncio.timeout(min(_CALL_S, remaining_s)):
-                return await self._take()
-        except (ApiError, TimeoutError) as error:
-            _log.warning("could not take or renew the lease", extra={"why": str(error) or "no answer"})
-            return False
+        async with self._turn:
+            remaining_s = self._renewed + RENEW_WITHIN_S - self._clock() if self._holds else _CALL_S
+            try:
+                async with asyncio.timeout(min(_CALL_S, remaining_s)):
+                    return await self._take()
+            except (ApiError, TimeoutError) as error:
+                _log.warning("could not take or renew the lease", extra={"why": str(error) or "no answer"})
+                return False
 
     async def _take(self) -> bool:
         started = self._clock()

@@ -240,6 +240,23 @@ async def test_one_leads_and_the_next_follows_when_it_lets_go(api: Api, namespac
     assert lease["spec"]["leaseTransitions"] >= 1
 
 
+async def test_a_leader_that_still_renews_lets_go_for_good(
+    api: Api, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow_operator.leader.RENEW_S", 0.0)
+    leader, renewals = Leader(api, namespace=namespace, name="l", identity="first"), 0
+    await asyncio.wait_for(leader.acquire(), 60)
+    keeping = asyncio.create_task(leader.keep())
+    while renewals < 3:
+        renewals += (lease := await api.get(LEASE, namespace, "l"))["spec"]["holderIdentity"] == "first"
+    await leader.release()
+    for _ in range(20):
+        lease = await api.get(LEASE, namespace, "l")
+        assert (lease["spec"]["holderIdentity"], lease["spec"]["leaseDurationSeconds"]) == ("", 1)
+    assert not keeping.done()
+    keeping.cancel()
+
+
 async def test_a_leader_that_is_silent_is_replaced_and_one_that_renews_is_not(api: Api, namespace: str) -> None:
     clock = {"now": 1000.0}
     first = Leader(api, namespace=namespace, name="l", identity="first")
