@@ -1,7 +1,8 @@
 """Telemetry of the operator: metrics, log records as JSON lines, and the HTTP server for metrics and health.
 
-Invariants: every metric is declared here, once, as ``asyncflow_operator_*``. A label has few values and never the name
-of an object, so the number of series does not grow with the number of jobs. A log line is one JSON object with the
+Invariants: every metric is declared here, once, as ``asyncflow_operator_*``. A label has few values, so the number of
+series does not grow with the number of jobs: of all objects, only the ``MOST_NAMED`` jobs that failed last are named. A
+log line is one JSON object with the
 time, level, logger, event and the object concerned. The process is healthy if a restart would not help: the event loop
 runs, objects are processed, and the watches receive messages or retry. An unreachable or slow API server does not make
 this process unhealthy; the metrics show it.
@@ -35,6 +36,8 @@ from asyncflow_operator.decide.progress import ACTIVE
 
 _SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+MOST_NAMED: Final = 50
+"""Most failed jobs with a series of their own."""
 MOST_LAG_S: Final = 10.0
 MOST_STUCK_S: Final = 300.0
 _TICK_S: Final = 1.0
@@ -56,6 +59,9 @@ class Metrics:
         self.oldest_seconds = self._gauge("worklist_oldest_seconds", "longest waiting time of a due object")
         self.objects = self._gauge("objects_count", "objects of the three kinds", "kind")
         self.jobs = self._gauge("jobs_count", "jobs, by phase", "phase")
+        self.job_failed = self._gauge(
+            "job_failed_flag", f"1 for each of the {MOST_NAMED} jobs that failed last", "job_namespace", "rljob"
+        )
         self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs without progress")
         self.degraded = self._gauge(
             "degraded_count", "TransferQueues and WeightSyncs that stand alone and have the condition Degraded", "kind"
@@ -133,20 +139,25 @@ def setup_logging(level: str, *, stream: TextIO | None = None) -> None:
 def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
     """Set the gauges that count objects from the store; called for each request of ``/metrics``."""
     phases: collections.Counter[str] = collections.Counter()
+    failed: list[tuple[str, str, str]] = []
     used: dict[str, float] = {}
     stalled = 0
-    for _, _, entry in store.all(RLJOB.name):
+    for namespace, name, entry in store.all(RLJOB.name):
         job: CustomResource = entry.view
         phases[job.status.phase] += 1
+        if job.status.phase == "Failed":
+            failed.append((job.status.completion_time or "", namespace, name))
         stalled += _is(job, "Stalled")
         for role, share in _budgets(job).items():
             used[role] = max(share, used.get(role, 0.0))
     owned = (entry.view for _, _, entry in store.all(POD.name) if entry.owner)
     pods = collections.Counter((kind_of_role(pod.role), pod.phase) for pod in owned)
-    for gauge in (metrics.jobs, metrics.pods, metrics.budget_used):
+    for gauge in (metrics.jobs, metrics.job_failed, metrics.pods, metrics.budget_used):
         gauge.clear()
     for phase in get_args(Phase):
         metrics.jobs.labels(phase).set(phases[phase])
+    for _, namespace, name in sorted(failed)[-MOST_NAMED:]:
+        metrics.job_failed.labels(namespace, name).set(1)
     for (role, phase), count in pods.items():
         metrics.pods.labels(role, phase).set(count)
     for role, share in used.items():

@@ -6,6 +6,7 @@ import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
 
+from asyncflow.plan.roles import REFUSED
 from asyncflow_operator.telemetry import MOST_STUCK_S
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
@@ -80,15 +81,27 @@ def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: 
     check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
 
 
-def test_a_publisher_that_is_degraded_and_a_job_that_has_failed_are_told(scraped: Scraped) -> None:
+def test_a_publisher_that_is_degraded_is_told(scraped: Scraped) -> None:
     degraded = Change(f"{PREFIX}degraded_count", {"kind": "WeightSync"}, to=1)
-    failed = Change(f"{PREFIX}jobs_count", {"phase": "Failed"}, to=1)
-    told = [
-        {"alertname": "AsyncFlowDegraded", "kind": "WeightSync", "namespace": TARGET["namespace"], **ON},
-        {"alertname": "AsyncFlowJobFailed", "namespace": TARGET["namespace"], **ON},
-    ]
-    changes = [*working("ok", per_minute=100), degraded, failed]
-    check(course(scraped, minutes=10, changes=changes), minutes=10, firing=told)
+    told = [{"alertname": "AsyncFlowDegraded", "kind": "WeightSync", "namespace": TARGET["namespace"], **ON}]
+    check(course(scraped, minutes=10, changes=[*working("ok", per_minute=100), degraded]), minutes=10, firing=told)
+
+
+def test_each_job_that_has_failed_is_told_by_its_name(
+    scraped: Scraped, kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    failed = [OneJob(kwok_plane, "jobs", name, drivers.of("jobs", name)).create() for name in ("first", "second")]
+    for job in failed:
+        job.until_phase("Running")
+        job.annotate("trainer-0", exit=str(REFUSED))
+    for job in failed:
+        job.until_phase("Failed")
+    named = scrape(shared_operator.get("/metrics")[1], **TARGET)
+    told = [{"alertname": "AsyncFlowJobFailed", "job_namespace": "jobs", "rljob": job.name, **ON} for job in failed]
+    changes = working("ok", per_minute=100)
+    check(course({**named, **scraped}, minutes=10, changes=changes), minutes=10, firing=told)
+    for job in failed:
+        job.delete()
 
 
 def test_an_operator_that_is_behind_is_told(scraped: Scraped) -> None:

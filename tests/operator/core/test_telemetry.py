@@ -12,7 +12,15 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.errors import Refused
 from asyncflow_operator.cluster.store import ObjectStore
-from asyncflow_operator.telemetry import MOST_STUCK_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
+from asyncflow_operator.telemetry import (
+    MOST_NAMED,
+    MOST_STUCK_S,
+    HealthChecks,
+    Http,
+    JsonLogFormatter,
+    Metrics,
+    update_gauges,
+)
 
 HAS_IPV6 = socket.has_dualstack_ipv6() and bool(Path("/proc/net/if_inet6").read_text())
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
@@ -59,6 +67,27 @@ async def test_problems_and_missing_lists_are_reported() -> None:
     await world.http.close()
 
 
+def test_the_jobs_that_failed_last_are_named() -> None:
+    store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
+    for number in range(MOST_NAMED + 5):
+        phase, at = ("Running", None) if number == 7 else ("Failed", f"2026-11-28T10:{number:02}:00Z")
+        status = SimpleNamespace(phase=phase, completion_time=at, conditions=[], restarts={})
+        meta = {"name": f"j{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
+        store.put("RLJob", {"metadata": meta, "view": SimpleNamespace(status=status, model=None)})
+    metrics = Metrics()
+
+    def named() -> set[str]:
+        update_gauges(store, metrics)
+        families = metrics.registry.collect()
+        (family,) = (each for each in families if each.name == "asyncflow_operator_job_failed_flag")
+        assert {(each.labels["job_namespace"], each.value) for each in family.samples} == {("ns", 1)}
+        return {each.labels["rljob"] for each in family.samples}
+
+    assert named() == {f"j{number}" for number in range(4, MOST_NAMED + 5)} - {"j7"}
+    store.remove("RLJob", "ns", "j20", "20")
+    assert named() == {f"j{number}" for number in range(3, MOST_NAMED + 5)} - {"j7", "j20"}
+
+
 def test_the_fleet_is_counted_without_names() -> None:
     settings = ["failurePolicy.rollout.maxRestarts=4", "reward.role.replicas=1"]
     model = load_job(EXAMPLE, settings)
@@ -66,7 +95,8 @@ def test_the_fleet_is_counted_without_names() -> None:
 
     def job(phase: str, **restarts: int) -> Any:
         return SimpleNamespace(
-            status=SimpleNamespace(phase=phase, conditions=[stalled], restarts=restarts), model=model
+            status=SimpleNamespace(phase=phase, completion_time=None, conditions=[stalled], restarts=restarts),
+            model=model,
         )
 
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
