@@ -7,11 +7,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.api.load import load_job
 from asyncflow.driver.components import ComponentMeans
 from asyncflow.driver.groups import RewardTally, Totals
 from asyncflow.driver.journal import REWARDS, StateFile
 from asyncflow.telemetry.metrics import DriverMetrics
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 OUTCOMES = ["", "raised", "timeout", "invalid"]
 
 
@@ -136,8 +138,7 @@ def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:
 def test_equal_groups_are_counted_on_by_the_next_driver_and_shown_alike_everywhere(tmp_path: Path) -> None:
     file = StateFile(tmp_path / REWARDS)
     for life in (1, 2):
-        driver = RewardTally(needed=8, keep=file.write)
-        driver.restore(file.read(Totals))
+        driver = RewardTally.of(load_job(EXAMPLE).spec, file)
         driver.alike.update(right=2, wrong=1)
         driver.flush()
         metrics = DriverMetrics()

@@ -146,9 +146,8 @@ class RLJobSpec(Spec):
         inputs = 4 * self.sampling.max_prompt_tokens + self.data.max_task_bytes
         row = inputs + sum(self.output_bytes.values())
         part = max(LEAST_BYTES, row * max(self.group_sizes.values()))
-        samples = self.algorithm.prompts_per_step * self.algorithm.group_size
         steps = self.storage.checkpoints.every + self.schedule.ahead
-        return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
+        return ceil(row * self.algorithm.samples_per_step * steps) + part * self.transfer_queue.storage_units
 
     @property
     def task_roles(self) -> dict[RoleName, UserTaskSpec]:

@@ -262,6 +262,11 @@ class AlgorithmSpec(Spec):
     seed: Seed = 0
     """Seed of all random numbers: sampling is keyed by (seed, prompt, sample, position)."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of the groups of one step."""
+        return self.prompts_per_step * self.group_size
+
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("group_size", "name"),

@@ -59,11 +59,6 @@ class Evidence:
         """True if a model is trained on its own responses; otherwise rewards, losses and lengths have no meaning."""
         return self.spec.rollout.engine.name != "simulated" and any("loss" in step for step in self.steps)
 
-    @property
-    def samples_of_step(self) -> int:
-        """Number of samples in one step."""
-        return self.spec.algorithm.prompts_per_step * self.spec.algorithm.group_size
-
     def silent(self, last: int) -> list[float]:
         """Return the samples without an advantage in each of the ``last`` steps; steps count them once per epoch."""
         return [count / self.spec.algorithm.epochs for count in self.values("silent_samples", last)]

@@ -48,7 +48,7 @@ def constant_reward(evidence: Evidence) -> Words | None:
     same = list(takewhile(lambda reward: reward == rewards[-1], reversed(rewards)))
     if not evidence.learns or len(same) < FEWEST or rewards[-1] >= _passes(evidence):
         return None
-    silent, of = evidence.silent(len(same)), evidence.samples_of_step
+    silent, of = evidence.silent(len(same)), evidence.spec.algorithm.samples_per_step
     if silent and min(silent) < of:
         return None
     no_advantage = f", and all {of} samples of each step have the advantage 0" if silent else ""
@@ -67,7 +67,7 @@ def equal_groups(evidence: Evidence) -> Words | None:
     silent, rewards = evidence.silent(RECENT), evidence.values("reward", RECENT)
     if not evidence.learns or len(silent) < FEWEST or constant_reward(evidence) is not None:
         return None
-    of, equal = evidence.samples_of_step, statistics.median(silent)
+    of, equal = evidence.spec.algorithm.samples_per_step, statistics.median(silent)
     share, reward = equal / of, statistics.fmean(rewards)
     if share < EQUAL_GROUPS or reward >= SOLVED * _passes(evidence):
         return None
@@ -205,7 +205,7 @@ def skipped_steps(evidence: Evidence) -> Words | None:
     return Words(
         f"{len(skipped)} of {len(evidence.steps)} steps did not update the weights",
         f"the gradient of step {named} was not finite, so the update was skipped: their "
-        f"{len(skipped) * evidence.samples_of_step} samples were not trained",
+        f"{len(skipped) * evidence.spec.algorithm.samples_per_step} samples were not trained",
         f"algorithm.learningRate from {evidence.spec.algorithm.learning_rate:g} to a third of it, "
         f"algorithm.maxGradNorm: 1 if it is off ({evidence.spec.algorithm.max_grad_norm:g} now), and float32 "
         f"instead of {evidence.spec.trainer.backend.precision}",

@@ -32,7 +32,7 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns,
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
-from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
+from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.journal import FIRST_DISPATCH, LIVES, PROMPTS, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
@@ -191,17 +191,33 @@ class Driver:
         self.sinks = sinks
         self.schedule = Schedule.of(spec)
         self._graph = graph_of(spec)
+
+        self.phase: Phase = "Starting"
+        self.changes = ChangeSignal()
+        self._stats: QueueStats | None = None
+        self._step_progress: StepProgress | None = None
+        self._full_at_step = -1
+        self._progressed_at = clock.now()
+
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
-        self.weights = CatalogueService(server, directory=directory, catalogue=Catalogue(keep=spec.weight_sync.keep))
-        staggered = Permits(most=spec.weight_sync.stagger) if spec.schedule.update == "staggered" else None
-        self._permits = PermitService(server, permits=staggered, supply=self._supply)
-        directory.on_leave.append(lambda member, _reason: self._permits.leave(member.incarnation))
-        self.changes = ChangeSignal()
-        self.weights.on_newest.append(self.changes.notify)
         done = self.progress.done >= self.progress.steps
         self.lives = Lives(opened=self.progress.at(FIRST_DISPATCH), closed=self.progress.last_step_at if done else None)
         self.elastic = DesiredRollouts(spec, lives=self.lives)
+        self.rewards = RewardTally.of(spec, StateFile(folder / REWARDS))
+
+        self.weights = CatalogueService(server, directory=directory, catalogue=Catalogue(keep=spec.weight_sync.keep))
+        self.weights.on_newest.append(self.changes.notify)
+        self.versions = Versions(
+            catalogue=self.weights.catalogue,
+            schedule=self.schedule,
+            assignment=self.assignment,
+            progress=self.progress,
+            evaluates=spec.evaluation is not None,
+        )
+        staggered = Permits(most=spec.weight_sync.stagger) if spec.schedule.update == "staggered" else None
+        self._permits = PermitService(server, permits=staggered, supply=self._supply)
+        directory.on_leave.append(lambda member, _reason: self._permits.leave(member.incarnation))
         self.members = Members(
             directory,
             queue=queue,
@@ -213,19 +229,7 @@ class Driver:
             changed=self.changes.notify,
             figures=metrics.figures,
         )
-        self.phase: Phase = "Starting"
-        self._stats: QueueStats | None = None
-        self._step_progress: StepProgress | None = None
-        self._step_watch = StepWatch(
-            queue,
-            progress=self.progress,
-            members=self.members,
-            samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
-        )
-        self._full_at_step = -1
-        self._progressed_at = clock.now()
-        metrics.quiet.set_function(self._quiet_s)
-        metrics.stall_limit.set(spec.limits.stall_seconds)
+
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
@@ -236,19 +240,9 @@ class Driver:
             flow=self._flow,
             changed=self.changes.changed,
             on_first=self._first_dispatch,
-            on_skip=self.metrics.prompts_skipped.inc,
+            on_skip=metrics.prompts_skipped.inc,
             spans=spans,
         )
-        kept = StateFile(folder / REWARDS)
-        self.rewards = RewardTally(
-            needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
-            keep=kept.write,
-            timeouts_fail=spec.reward.on_timeout == "drop",
-            most_failed=spec.reward.max_failed,
-        )
-        self.rewards.restore(kept.read(Totals))
-        metrics.watch_rewards(self.rewards.outcomes)
-        metrics.watch_groups(self.rewards.equal_groups)
         self._samples = SampleCollector(
             spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
         )
@@ -264,13 +258,6 @@ class Driver:
             decided=self._samples.decided,
             spans=spans,
         )
-        self.versions = Versions(
-            catalogue=self.weights.catalogue,
-            schedule=self.schedule,
-            assignment=self.assignment,
-            progress=self.progress,
-            evaluates=spec.evaluation is not None,
-        )
         self._evaluation = Evaluation.of(
             spec,
             queue=queue,
@@ -282,6 +269,9 @@ class Driver:
             keep=self._samples.evaluating,
             finished=self._evaluated,
             spans=spans,
+        )
+        self._step_watch = StepWatch(
+            queue, progress=self.progress, members=self.members, samples=spec.algorithm.samples_per_step
         )
         self._ending = Ending(
             folder=folder,
@@ -296,6 +286,11 @@ class Driver:
             rewards=self.rewards,
             prompts_skipped=lambda: self._dispatcher.skipped,
         )
+
+        metrics.quiet.set_function(self._quiet_s)
+        metrics.stall_limit.set(spec.limits.stall_seconds)
+        metrics.watch_rewards(self.rewards.outcomes)
+        metrics.watch_groups(self.rewards.equal_groups)
         server.route("driver.report", TrainReport, self._report)
         server.route("driver.put_prompts", PutPrompts, self._put_prompts)
 

@@ -29,7 +29,7 @@ class DesiredRollouts:
         self._laps = Laps(lives)
         self._window: SignalWindow | None = None
         self._starts_empty = spec.elasticity.enabled and not spec.rollout.replicas
-        self._samples = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+        self._samples = spec.algorithm.samples_per_step
         self._policy = Elasticity(
             least=1,
             most=MOST_REPLICAS,

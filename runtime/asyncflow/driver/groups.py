@@ -40,6 +40,7 @@ from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.components import ComponentMeans
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.journal import StateFile
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
@@ -106,6 +107,18 @@ class RewardTally:
     _failed_of: dict[int, Counter[str]] = field(default_factory=dict)
     _firsts: dict[str, str] = field(default_factory=dict)
     _kept: Totals | None = None
+
+    @classmethod
+    def of(cls, spec: RLJobSpec, file: StateFile) -> RewardTally:
+        """Return the tally of a manifest, with the totals that an earlier driver kept in ``file``."""
+        tally = cls(
+            needed=spec.algorithm.samples_per_step,
+            keep=file.write,
+            timeouts_fail=spec.reward.on_timeout == "drop",
+            most_failed=spec.reward.max_failed,
+        )
+        tally.restore(file.read(Totals))
+        return tally
 
     def restore(self, kept: Totals | None) -> None:
         """Restore the totals of an earlier driver, None if there are none."""
