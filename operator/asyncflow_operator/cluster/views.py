@@ -13,7 +13,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
+from asyncflow.api.base import MOST_REPLICAS
 from asyncflow.api.names import CONTAINER, DIGEST, FIELD_MANAGER, LABEL_ATTEMPT, LABEL_INDEX, LABEL_ROLE
+from asyncflow.api.versions import MOST_COUNTED
 from asyncflow_operator.observed import Assigned, ObjectView, PodView, Ref
 
 Json = Mapping[str, Any]
@@ -38,8 +40,8 @@ the kubelet reports the exit code 137 by default. An observed end, such as OOMKi
 """
 _LAST_WORDS: Final = 4096
 """Bytes that a kubelet keeps of a termination message."""
-_MOST_DIGITS: Final = 10
-"""A number with this many digits in a label was not written by an operator."""
+_MOST_INDEX: Final = 2 * MOST_REPLICAS
+"""Largest index of a pod that an operator creates, with room for rollouts that are still being drained."""
 _RESTORED: Final = frozenset(
     ("ConfigMap", "Service", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget", "TransferQueue", "WeightSync")
 )
@@ -70,8 +72,8 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         name=meta["name"],
         uid=meta.get("uid", ""),
         role=sys.intern(str(labels.get(LABEL_ROLE, ""))),
-        index=_number(labels.get(LABEL_INDEX)),
-        attempt=_number(labels.get(LABEL_ATTEMPT)),
+        index=_number(labels.get(LABEL_INDEX), most=_MOST_INDEX),
+        attempt=_number(labels.get(LABEL_ATTEMPT), most=MOST_COUNTED),
         digest=digest_of(raw),
         phase=phase,
         ready=_holds(conditions, "Ready"),
@@ -256,5 +258,7 @@ def _waiting(status: Json) -> tuple[str, str]:
     return "", ""
 
 
-def _number(label: object) -> int:
-    return int(label) if isinstance(label, str) and label.isdecimal() and len(label) < _MOST_DIGITS else 0
+def _number(label: object, *, most: int) -> int:
+    """Return the number in a label; 0 for any other value, and for a larger number, which no operator has written."""
+    number = int(label) if isinstance(label, str) and label.isdecimal() else 0
+    return number if number <= most else 0

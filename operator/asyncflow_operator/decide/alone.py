@@ -13,7 +13,7 @@ from asyncflow.api.weights import WeightsStatus
 from asyncflow.plan.roles import Role
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.replicas import PodReplica
-from asyncflow_operator.decide.secrets import DesiredSecrets, secret_upkeep
+from asyncflow_operator.decide.secrets import DesiredSecrets, certified, secret_upkeep
 from asyncflow_operator.decide.upkeep import Upkeep, restore_notes, with_needs
 from asyncflow_operator.observed import Denial, Manifest, PodView
 
@@ -50,4 +50,5 @@ def make_alone(
     draft.add_first(supporting.write)
     owner = f"{draft.owner.kind} {draft.owner.name}"
     draft.notes.extend(restore_notes(supporting.changed, denied, owner=owner))
-    draft.add_then(with_needs(map(pod, made), {**supporting.absent, **secrets.needed}))
+    ready = certified(draft.owner, made, records=secrets.records, now=draft.now)
+    draft.add_then(with_needs(map(pod, ready), {**supporting.absent, **secrets.needed}))

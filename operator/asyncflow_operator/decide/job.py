@@ -10,7 +10,7 @@ action.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import JobStatus
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
-from asyncflow_operator.actions import Plan
+from asyncflow_operator.actions import Apply, Plan
 from asyncflow_operator.decide.admission import (
     admitted,
     changeable,
@@ -54,10 +54,10 @@ from asyncflow_operator.decide.progress import (
 )
 from asyncflow_operator.decide.replicas import ReplicaMoves, caught_up, plan_gang, plan_replicas, track_single_pod
 from asyncflow_operator.decide.rollouts import RegisteredRollouts, Target, plan_rollouts, still_draining, target
-from asyncflow_operator.decide.secrets import secret_upkeep
+from asyncflow_operator.decide.secrets import certified, secret_upkeep
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
 from asyncflow_operator.decide.upkeep import DesiredJob, needs, restore_notes, upkeep, with_needs
-from asyncflow_operator.observed import JobState, Manifest, PodView, Ref
+from asyncflow_operator.observed import JobState, PodView
 
 MANAGER: Final = f"{GROUP}/operator"
 """Value of ``spec.managedBy`` that names this operator."""
@@ -194,19 +194,18 @@ class _Running:
         draft.add_first(moves.orders)
         if not state.namespace_ending:
             children = upkeep(desired.children(state), seen=state.objects)
-            absent = {**self._upkeep.absent, **self._keep_secrets(moves)}
-            pods = (desired.pod(state, replica.role, replica.index, replica.attempt) for replica in moves.make)
+            pods = self._make_pods(moves)
             draft.add_first(self._upkeep.write)
             draft.add_then(children.write)
-            draft.add_then(with_needs(pods, absent))
+            draft.add_then(pods)
             changed = self._upkeep.changed + children.changed
             draft.notes.extend(restore_notes(changed, state.denied, owner=f"RLJob {self._job.name}"))
 
-    def _keep_secrets(self, moves: ReplicaMoves) -> Mapping[Ref, Manifest]:
-        """Add the writes of the Secrets of the job and its own queue; return those that pods must wait for."""
-        state = self._pinned
+    def _make_pods(self, moves: ReplicaMoves) -> Iterable[Apply]:
+        """Return the creation of pods, and add the writes of the Secrets of the job and its own queue to the draft."""
+        draft, state, desired = self._draft, self._pinned, self._desired
         if not (self._may_make or state.pods):
-            return {}
+            return ()
         secrets = secret_upkeep(
             state.owner,
             self._roles,
@@ -214,11 +213,13 @@ class _Running:
             pods=state.pods,
             made=moves.make,
             records=state.status.secrets,
-            desired=self._desired,
-            alarm=self._draft.alarm,
+            desired=desired,
+            alarm=draft.alarm,
         )
-        self._draft.keep_secrets(secrets)
-        return secrets.needed
+        draft.keep_secrets(secrets)
+        ready = certified(state.owner, moves.make, records=secrets.records, now=draft.now)
+        pods = (desired.pod(state, replica.role, replica.index, replica.attempt) for replica in ready)
+        return with_needs(pods, {**self._upkeep.absent, **secrets.needed})
 
     def _report(self, wanted: Target, *, staying: int) -> None:
         """Write the progress of the job into the draft."""

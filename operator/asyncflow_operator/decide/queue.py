@@ -27,7 +27,7 @@ from asyncflow_operator.decide.failure import FailureResult, record_ends
 from asyncflow_operator.decide.pending import Obstacle, why_denied, why_lacking, why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, lacking, may_start, ready_of
 from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, plan_replicas
-from asyncflow_operator.decide.secrets import has_certificate
+from asyncflow_operator.decide.secrets import certified
 from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, upkeep, with_needs
 from asyncflow_operator.observed import JobState, Manifest, PodView, Ref, TransferQueueState
 
@@ -139,10 +139,8 @@ def _act(
 
     if state.job is not None:
         job, secrets = state.job.owner, state.job.status.secrets
-        certified = (
-            each for each in moves.make if has_certificate(job, each.role, each.index, records=secrets, now=draft.now)
-        )
-        draft.add_then(with_needs(map(pod, certified), supporting_upkeep.absent))
+        made = certified(job, moves.make, records=secrets, now=draft.now)
+        draft.add_then(with_needs(map(pod, made), supporting_upkeep.absent))
     else:
         make_alone(
             draft,

@@ -33,6 +33,8 @@ from asyncflow_operator.observed import PodView, Ref
 
 ENDED: Final = "it has ended, and is replaced under the same name"
 OUTDATED: Final = "it has not started, and is replaced because the spec has changed"
+AT_ONCE: Final = 512
+"""Most pods of a role to create in one decision. Each takes 0.5 ms, in which the operator does nothing else."""
 OVERDUE_S: Final = 30.0
 """Seconds after the end of its grace period when the node of a deleted pod counts as not answering."""
 
@@ -90,7 +92,7 @@ def plan_replicas(
     taken = {pod.index for pod in within}
     free = [index for index in range(role.replicas) if index not in taken] if may_make else []
     return ReplicaMoves(
-        make=tuple(PodReplica(role.name, index, record.attempt) for index in free),
+        make=tuple(PodReplica(role.name, index, record.attempt) for index in free[:AT_ONCE]),
         remove=replaced(role, within, record, alarm)
         + removed(surplus[-1:], alarm, why=f"only {role.replicas} of {role.name} are wanted"),
     )
@@ -141,7 +143,7 @@ def plan_gang(
     if old or not free or not may_make or alarm.until(starts_at(role.restart, record)):
         why = f"attempt {record.attempt} of {role.name} starts when all pods of older attempts are deleted"
         return record, ReplicaMoves(remove=removed(old, alarm, why=why)), notes
-    make = tuple(PodReplica(role.name, index, record.attempt) for index in free)
+    make = tuple(PodReplica(role.name, index, record.attempt) for index in free[:AT_ONCE])
     return record.model_copy(update={"begun": True}), ReplicaMoves(make=make), notes
 
 

@@ -23,7 +23,7 @@ from asyncflow.api.status import DrainingRollout, JobStatus, RolloutState
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import DriverOrder
 from asyncflow_operator.decide.failure import end_of
-from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, removed, replaced
+from asyncflow_operator.decide.replicas import AT_ONCE, PodReplica, ReplicaMoves, removed, replaced
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
@@ -148,7 +148,7 @@ def plan_rollouts(
     since = {each.uid: from_rfc3339(each.since) or 0.0 for each in draining}
     staying = [pod for pod in candidates if pod.uid not in since]
     moves = ReplicaMoves(
-        make=_new_replicas(role, pods, record, count=target - len(staying)) if may_make else (),
+        make=_new_replicas(role, pods, record, count=min(target - len(staying), AT_ONCE)) if may_make else (),
         remove=replaced(role, staying, record, alarm),
     )
     for pod in pods:

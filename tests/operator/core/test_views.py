@@ -201,6 +201,19 @@ def test_a_pod_without_a_part_has_a_view(lacking: str) -> None:
     assert pod_view(raw).index == 0
 
 
+@pytest.mark.parametrize("index", ["999999999", "1" * 63, "-1", "first", ""])
+def test_an_index_that_no_operator_has_written_counts_as_none(index: str) -> None:
+    raw = copy.deepcopy(POD)
+    raw["metadata"]["labels"]["asyncflow.dev/index"] = index
+    assert pod_view(raw).index == 0
+
+
+def test_an_attempt_that_follows_the_highest_of_a_driver_is_read_back() -> None:
+    raw = copy.deepcopy(POD)
+    raw["metadata"]["labels"]["asyncflow.dev/attempt"] = "1000000001"
+    assert pod_view(raw).attempt == 1_000_000_001
+
+
 def test_an_object_of_which_only_the_metadata_is_known() -> None:
     view = object_view({"metadata": POD["metadata"] | {"deletionTimestamp": "2026-11-21T10:00:00Z"}}, kind="Service")
     assert (view.ref.kind, view.ref.name, view.digest, view.deleting) == ("Service", "j-rollout-2", "abc", True)

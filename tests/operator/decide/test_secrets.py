@@ -132,6 +132,27 @@ def test_jobs_are_not_renewed_all_at_once():
     assert times[-1] - times[0] > DAY / 2
 
 
+def test_no_decision_takes_long_however_large_the_job_is(monkeypatch: pytest.MonkeyPatch):
+    """The lead is not renewed during a decision: four jobs of 10,000 rollouts ended one operator after the other."""
+    world, plans = World(job_of(rollout={"replicas": 1_200, "maxReplicas": 1_200})), []
+    decide = world.decide
+    monkeypatch.setattr(world, "decide", lambda ref: plans.append(decide(ref)) or plans[-1])
+    for _ in range(12):
+        world.see_all()
+        for ref in (JOB, QUEUE):
+            world.reconcile(ref)
+        world.kubelets_work()
+    assert len(world.with_role("rollout")) == 1_200
+    certificates = [
+        sum(len(indices(data)) for part, data in writes(plan).items() if part.startswith("rollout")) for plan in plans
+    ]
+    refs = [[each.ref for stage in plan.stages for each in stage] for plan in plans]
+    made = [sum(ref.kind == "Pod" and "-rollout-" in ref.name for ref in each) for each in refs]
+    assert sum(certificates) == 1_200
+    assert max(certificates) == 4 * LEAVES
+    assert max(made) == 512
+
+
 def test_an_index_above_the_most_has_its_certificate_before_its_pod_is_made():
     """Rollouts that are drained keep their numbers meanwhile, so others have higher ones."""
     world = World(job_of(rollout={"replicas": 2, "maxReplicas": 2}))
