@@ -213,19 +213,20 @@ class Drivers:
         try:
             status = await self._status(known, within_s)
         except AsyncFlowError as error:
-            since = known.probe.failing_since or time.time()
+            now = time.time()
+            since = min(known.probe.failing_since or now, now)
             message = f"the driver does not answer: {error.what}"
             known.probe = replace(known.probe, error=message, failing_since=since)
-            wait_s = min(_SLOWEST_S, self._every_s + (time.time() - since) / 2)
+            wait_s = min(_SLOWEST_S, self._every_s + (now - since) / 2)
         else:
             known.probe = DriverProbe(status=status, at=time.time(), pod=known.driver.pod)
             wait_s = self._every_s
-        now = time.monotonic()
-        known.due = max(started + wait_s, now + min(_SLOWEST_S, _PAUSE_FACTOR * (now - started)))
-        self._probed("failed" if known.probe.error else "ok", now - started)
-        late = known.probe.status != known.reported.status and now - known.reported_at >= MATTERS_S
+        ended = time.monotonic()
+        known.due = max(started + wait_s, ended + min(_SLOWEST_S, _PAUSE_FACTOR * (ended - started)))
+        self._probed("failed" if known.probe.error else "ok", ended - started)
+        late = known.probe.status != known.reported.status and ended - known.reported_at >= MATTERS_S
         if late or _urgent(known.reported, known.probe):
-            known.reported, known.reported_at = known.probe, now
+            known.reported, known.reported_at = known.probe, ended
             self._changed(known.driver.owner)
 
     async def _status(self, known: _Known, within_s: float) -> DriverStatus:

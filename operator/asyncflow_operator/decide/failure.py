@@ -7,7 +7,8 @@ enter an end twice.
 The failures of a window are removed from the record when the window is over, so a record always shows the used part of
 the budget.
 
-Invariants: attempts only increase. An end uses no budget if the cluster or a user ended the pod, or if another process
+Invariants: attempts only increase. No delay or window is longer than its policy says, whatever the clock of an earlier
+operator was. An end uses no budget if the cluster or a user ended the pod, or if another process
 caused it. A window counts each failure once.
 """
 
@@ -91,7 +92,7 @@ def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: 
     """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
     existing = {pod.uid for pod in pods}
-    record = _without_old_failures(role.restart, record, alarm)
+    record = _without_old_failures(role.restart, _up_to(alarm.now, record), alarm)
     failure: FailureResult | None = None
     notes: list[Note] = []
     ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: _CAUSES.get(each[1], len(_CAUSES)))
@@ -124,6 +125,12 @@ def may_be_replaced(policy: RestartPolicy, record: RoleRecord, pod: PodView, ala
         return False
     ended = from_rfc3339(record.last_failure) or 0.0
     return not alarm.until(min(ended, pod.finished or ended) + delay(policy, record.in_a_row))
+
+
+def _up_to(now: float, record: RoleRecord) -> RoleRecord:
+    """Return the record with ``now`` for each time in the future, which an operator with a fast clock has written."""
+    ahead = [name for name in ("last_failure", "window_start") if (from_rfc3339(getattr(record, name)) or 0.0) > now]
+    return record.model_copy(update=dict.fromkeys(ahead, to_rfc3339(now))) if ahead else record
 
 
 def _without_old_failures(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:

@@ -175,6 +175,19 @@ async def test_a_driver_that_fails_keeps_its_last_answer_and_says_why_and_since_
     assert world.drivers.probe("u").failing_since is None
 
 
+async def test_a_driver_that_fails_does_so_since_no_future_time_when_the_clock_is_set_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    world.answer = broken
+    await world.until(lambda: world.drivers.probe("u").error)
+    hour_ago = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: hour_ago)
+    await world.until(lambda: world.drivers.probe("u").failing_since == hour_ago)
+
+
 @pytest.mark.parametrize("text", ["{", '{"phase": "Dancing"}', "x" * (5 << 20)])
 async def test_an_answer_that_is_none_is_an_error_and_no_crash(world: World, text: str) -> None:
     async def nonsense(_: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ from asyncflow_operator.decide.failure import (
     end_of,
     may_be_replaced,
     record_ends,
+    starts_at,
 )
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 
@@ -144,6 +145,15 @@ def test_the_remains_keep_the_name_until_the_backoff_is_over():
     assert early.again_in_s == 0.5
     assert may_be_replaced(POLICY, record, pod, late)
     assert not may_be_replaced(POLICY, RoleRecord(), pod, late)
+
+
+def test_a_failure_that_an_operator_with_a_fast_clock_has_recorded_delays_no_restart():
+    gang, fast = role(gang=True), START + 3 * 3600
+    record = ends([dead("trainer")], of=gang, now=fast).record
+    found = ends([], record, of=gang, now=START + 10).record
+    assert starts_at(POLICY, found) == START + 10 + POLICY.backoff_s
+    assert ends([], found, of=gang, now=START + 11).record == found
+    assert ends([], found, of=gang, now=START + 10 + POLICY.window_s).record.restarts == 0
 
 
 def test_the_budget_is_one_of_a_window():
