@@ -67,7 +67,8 @@ class PodView:
     outdated: whether the pod has not started and the spec in force would build it differently.
     phase: the pod's phase, or the result of its main container once that has ended, even if other containers run.
     leftover: whether other containers still run after the main one has ended.
-    scheduled: whether it has a node; unschedulable: the scheduler's message; gates: its scheduling gates.
+    scheduled: whether it has a node; scheduler, unschedulable: the scheduler's name and message; gates: its scheduling
+    gates.
     unreachable: whether its node does not answer.
     ends_by: end of the grace period of its deletion, in unix seconds by the clock of this machine.
     forced: whether it was deleted without a grace period, so that only finalizers keep it.
@@ -98,6 +99,7 @@ class PodView:
     node: str = ""
     ip: str = ""
     scheduled: bool = False
+    scheduler: str = ""
     claims: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
     finalizers: tuple[str, ...] = ()

@@ -88,6 +88,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         node=sys.intern(str(spec.get("nodeName", ""))),
         ip=status.get("podIP", ""),
         scheduled=bool(spec.get("nodeName")),
+        scheduler=sys.intern(str(spec.get("schedulerName", ""))),
         claims=_claims(spec),
         gates=tuple(str(gate.get("name")) for gate in spec.get("schedulingGates") or ()),
         finalizers=tuple(meta.get("finalizers") or ()),

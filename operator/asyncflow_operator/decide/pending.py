@@ -29,6 +29,8 @@ from asyncflow_operator.observed import (
 
 ATTACH_S: Final = 60.0
 """Seconds after which a pod that has a node and mounts a claim is reported as waiting for its volume."""
+IGNORED_S: Final = 60.0
+"""Seconds after which a pod about which its scheduler has reported nothing is reported as ignored."""
 _LOST_S: Final = LimitsSpec().node_lost_seconds
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -111,8 +113,13 @@ def why_lacking(
             "Terminating", f"{first.kind}/{first.name} is being deleted; pods that need it wait until that is done"
         )
     short = {text.partition(" ")[0] for text in lacks}
-    affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
+    waiting = sorted((pod for pod in pods if pod.role in short), key=lambda pod: pod.name)
+    affected = [pod for pod in waiting if pod.node]
     counts = f"{', '.join(lacks)} ready"
+    if ignored := [pod for pod in waiting if _is_ignored(pod, alarm)]:
+        pod = ignored[0]
+        silence = f"the scheduler {pod.scheduler} has reported nothing about {pod.name} for {duration(IGNORED_S)}"
+        return Obstacle("NoScheduler", f"{counts}: {silence}. Check that it runs, and its name")
     if lost := [pod for pod in affected if pod.unreachable]:
         pod = lost[0]
         when = f"a rollout immediately, others after limits.nodeLostSeconds, without a job after {duration(_LOST_S)}"
@@ -135,6 +142,12 @@ def why_lacking(
         pod = unready[0]
         return Obstacle("NotReady", f"{counts}: {pod.name} on {pod.node} is not ready. Check its log and its node")
     return Obstacle("Starting", f"{counts}; {'it is being replaced' if ran else 'the rest starts after them'}")
+
+
+def _is_ignored(pod: PodView, alarm: Alarm) -> bool:
+    """Return whether a pod has neither a node nor a reason why, ``IGNORED_S`` seconds after its creation."""
+    unseen = pod.phase == "Pending" and not (pod.node or pod.deleting or pod.unschedulable or pod.gated)
+    return unseen and not alarm.until(pod.created + IGNORED_S)
 
 
 def _attaches(pod: PodView, alarm: Alarm) -> bool:

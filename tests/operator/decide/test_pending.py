@@ -6,7 +6,7 @@ import pytest
 from model_samples import START, job_of, pending, pod_view
 
 from asyncflow.plan import plan
-from asyncflow_operator.decide.pending import ATTACH_S, why_lacking, why_pending
+from asyncflow_operator.decide.pending import ATTACH_S, IGNORED_S, why_lacking, why_pending
 from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, Owner, Ref
 
@@ -153,6 +153,17 @@ def test_a_process_that_starts_is_not_yet_said_to_be_unready():
     pod = pod_view("trainer", ready=False)
     assert lacking(pod).reason == "NotReady"
     assert why_lacking(["trainer 0/1"], [pod], ran=False, alarm=Alarm(START)).reason == "Starting"
+
+
+def test_a_scheduler_that_says_nothing_is_named():
+    pod = pending("trainer", scheduler="volcano", created=START)
+    found = lacking(pod)
+    assert found.reason == "NoScheduler"
+    assert "the scheduler volcano has reported nothing about demo-trainer-0 for 1m" in found.message
+    alarm = Alarm(START + 10)
+    assert why_lacking(["trainer 0/1"], [pod], ran=False, alarm=alarm).reason == "Starting"
+    assert alarm.again_in_s == IGNORED_S - 10
+    assert lacking(replace(pod, deleting=True)).reason == "Starting"
 
 
 def test_a_volume_that_is_still_attached_elsewhere_is_named():

@@ -71,7 +71,7 @@ def test_alone_it_says_where_it_is_and_when_it_is_ready():
     assert condition(ready, "Ready") == ("True", "Ready")
     assert condition(ready, "Accepted") == ("True", "Accepted")
     assert condition(ready, "Progressing") == ("False", "Settled")
-    waiting = decide(alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1)))
+    waiting = decide(alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1, node="node-1")))
     assert condition(waiting, "Ready") == ("False", "Starting")
     lost = replace(pod_view("storage", 1), ready=False, unreachable=True)
     gone = decide(alone(pod_view("controller"), pod_view("storage", 0), lost))
