@@ -212,7 +212,17 @@ class PlanExecutor:
         )
 
     async def _change(self, kind: Kind, namespace: str, manifest: Manifest, *, uid: str) -> Json:
+        """Apply an object. Items that other clients have added to its lists stay, unless they make it invalid: if one
+        has renumbered a port of a Service, two ports would have the same name.
+        """
         body = manifest | {"metadata": manifest["metadata"] | {"uid": uid}}
+        try:
+            return await self._api.apply(kind, namespace, body, force=True)
+        except Refusal as refused:
+            if refused.status != 422 or refused.replaced or "spec" not in manifest:
+                raise
+        whole = {"metadata": {"uid": uid}, "spec": manifest["spec"]}
+        await self._api.merge(kind, namespace, manifest["metadata"]["name"], whole)
         return await self._api.apply(kind, namespace, body, force=True)
 
     async def _delete(self, owner: Owner, action: Delete) -> None:

@@ -232,6 +232,17 @@ async def test_what_somebody_changed_is_seen_and_put_back_and_what_he_added_stay
         assert intact(held(), manifest)
 
 
+async def test_a_port_that_somebody_has_renumbered_is_put_back(cluster: Cluster) -> None:
+    """A server-side apply adds the port again, and the Service would have two ports of one name."""
+    manifest = cluster.manifest("Service")
+    assert not await cluster.apply(manifest)
+    before = cluster.plane.api.get(cluster.path(manifest))["spec"]["ports"]
+    cluster.plane.api.patch(cluster.path(manifest), {"spec": {"ports": [{**before[0], "port": 1}]}})
+    cluster.see("Service", manifest["metadata"]["name"])
+    assert not await cluster.apply(manifest)
+    assert cluster.plane.api.get(cluster.path(manifest))["spec"]["ports"] == before
+
+
 async def test_the_status_of_an_earlier_job_is_not_written_into_that_of_its_name(cluster: Cluster) -> None:
     """The API server checks no UID that is applied to a status: a new job would be over before it has begun."""
     path = BY_NAME["RLJob"].path(cluster.owner.namespace)
