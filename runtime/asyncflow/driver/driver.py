@@ -319,11 +319,14 @@ class Driver:
                 "counting evaluations": self._evaluation.count,
                 "replacing lost evaluations": self._evaluation.replace_lost,
             }
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(keep_running(loop, what=what), name=what) for what, loop in loops.items()]
-            self.phase = await self._ending.reached()
-            for task in tasks:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(keep_running(loop, what=what), name=what) for what, loop in loops.items()]
+                self.phase = await self._ending.reached()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._save()
         return self.phase
 
     async def conclude(self) -> None:
@@ -455,9 +458,7 @@ class Driver:
                 self._pause()
             if time.monotonic() - saved_at > SAVE_S:
                 saved_at = time.monotonic()
-                self.members.save(clock.now())
-                self.progress.write()
-                self.rewards.flush()
+                self._save()
             self.weights.require(self.versions.required())
             if by := self.job.spec.storage.checkpoints.keep_best:
                 self.members.judged = self.versions.judged()
@@ -486,6 +487,12 @@ class Driver:
             self._permits.look()
             self.changes.notify()
             await asyncio.sleep(UPDATE_S)
+
+    def _save(self) -> None:
+        """Write the counts, and lines that could not be written before, for the next driver."""
+        self.members.save(clock.now())
+        self.progress.write()
+        self.rewards.flush()
 
     def _recommend_rollouts(self, status: DriverStatus) -> None:
         """Update the number of rollouts that the elastic policy recommends."""
