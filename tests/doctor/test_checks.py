@@ -411,3 +411,8 @@ def test_steps_that_were_made_again_count_once_and_an_attempt_warms_up() -> None
     for line in lines[10:]:
         line["attempt"] = 1
     assert evidence(lines=lines).timed_s == 8.0
+
+
+def test_prompts_that_were_skipped_count_once_whoever_is_driver() -> None:
+    lives = {f"driver-0-{name}": life("driver", prompts_skipped_total=10.0) for name in "ab"}
+    assert examine(evidence(lives=lives)) == []

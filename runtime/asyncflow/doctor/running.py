@@ -172,8 +172,8 @@ def insecure(evidence: Evidence) -> Words | None:
 
 
 def prompts_skipped(evidence: Evidence) -> Words | None:
-    """Find prompts that are skipped because they are too long."""
-    skipped = evidence.figure("driver", "prompts_skipped_total")
+    """Find prompts that are skipped because they are too long; each driver's figure includes those of earlier ones."""
+    skipped = max((life.figures.get("prompts_skipped_total", 0.0) for life in evidence.lives.values()), default=0.0)
     used = len(evidence.steps) * evidence.spec.algorithm.prompts_per_step
     if not used or (share := skipped / (skipped + used)) < SKIPPED:
         return None
