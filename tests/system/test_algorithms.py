@@ -22,6 +22,7 @@ import pytest
 from one_run import finish, start
 from own_algorithm import install
 
+from asyncflow import cli
 from asyncflow.driver.sample_files import SampleText, read_step
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.ledger.audit import audit_ledgers
@@ -132,7 +133,7 @@ def test_dpo_trains_pairs_against_the_model_of_the_beginning(tmp_path: Path, mod
     assert 0 <= second["pair_accuracy"] <= 1
 
 
-def test_ppo_learns_values_beside_the_policy(tmp_path: Path, model: Path) -> None:
+def test_ppo_learns_values_beside_the_policy(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run(tmp_path / "run", "ppo.yaml", model)
     assert [len(texts) for texts in done.texts] == [PROMPTS * GROUP] * STEPS
     lam, first = 0.95, done.texts[0]
@@ -149,6 +150,11 @@ def test_ppo_learns_values_beside_the_policy(tmp_path: Path, model: Path) -> Non
         assert line["silent_samples"] == 0
     assert done.lines[1]["explained_variance"] != 0
     assert 0 <= done.lines[1]["value_clip"] <= 1
+    assert {text.advantage for text in first} == {None}, "the trainer computes one for each token"
+    assert cli.invoke(["explain", str(tmp_path / "run"), "0/0"]) == 0
+    assert cli.invoke(["replay", str(tmp_path / "run"), "--step", "1", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert (said.count("outcome"), said.count("advantage +")) == (2, 0)
 
 
 def test_reinforce_normalises_the_returns_of_a_whole_step(tmp_path: Path, model: Path) -> None:

@@ -50,6 +50,7 @@ def test_what_was_trained_is_read_back_with_the_bits_of_its_numbers(tmp_path: Pa
     assert begun == BeginRecord(attempt=1, step=3, ranks=4)
     assert isinstance(made, StepRecord)
     assert (made.attempt, made.step, len(made.slots), made.slots[1]) == (1, 4, 2, [])
+    assert made.decided == "advantage"
     samples = made.slots[0]
     assert [sample.key for sample in samples] == [(7, 0), (7, 1), (9, 0)]
     assert [[(run.tokens, run.version) for run in sample.runs] for sample in samples] == MADE

@@ -63,20 +63,21 @@ def _line(entry: HistoryEntry) -> str:
 
 
 def _trained(run: Path, key: SampleKey, life: SampleHistory) -> list[str]:
-    """Return the trainer's record of the sample: the versions that made it, its reward and its advantage."""
+    """Return the trainer's record of the sample: its versions, its reward, and its advantage or outcome."""
     if (run / JOB).is_file() and life.step is not None:
         history = RunHistory.of([list(read_records(run, rank)) for rank in ranks_of(run)])
         step = history.steps.get(life.step)
         found = next((sample for sample in step.samples if sample.key == key), None) if step is not None else None
         if step is not None and found is not None:
-            return [f"trained in step {life.step} by attempt {step.attempt} of the trainer: {_made(found)}"]
+            made = _made(found, step.decided)
+            return [f"trained in step {life.step} by attempt {step.attempt} of the trainer: {made}"]
     return []
 
 
-def _made(sample: SampleRecord) -> str:
+def _made(sample: SampleRecord, column: str) -> str:
     made = ", then ".join(f"{run.tokens} tokens by {run.version}" for run in sample.runs) or "no token"
     reward = "" if sample.reward is None else f"; reward {sample.reward:.4g}"
-    decided = "" if sample.decided is None else f", advantage {sample.decided:+.4g}"
+    decided = "" if sample.decided is None else f", {column} {sample.decided:+.4g}"
     return f"{made}{reward}{decided}"
 
 

@@ -78,8 +78,8 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
     )
     for reason in reasons(job.spec, step, recorded):
         click.echo(f"  {reason}")
-    numbers = ("slot", "tokens", "reward", "advantage")
-    table = make_table("slot", "sample", "tokens", "made by", "reward", "advantage", right=numbers)
+    numbers = ("slot", "tokens", "reward", recorded.decided)
+    table = make_table("slot", "sample", "tokens", "made by", "reward", recorded.decided, right=numbers)
     rows = [(number, sample) for number, slot in enumerate(recorded.slots) for sample in slot]
     for number, sample in rows[:most]:
         several = len(sample.runs) > 1

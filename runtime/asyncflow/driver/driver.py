@@ -243,12 +243,18 @@ class Driver:
             on_skip=metrics.prompts_skipped.inc,
             spans=spans,
         )
+        policy = GroupPolicy.of(spec)
         self._samples = SampleCollector(
-            spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
+            spec.storage.samples,
+            queue=queue,
+            folder=folder,
+            seed=spec.algorithm.seed,
+            decode=decode,
+            column=policy.algorithm.writes,
         )
         self._groups = AdvantageTask(
             queue=queue,
-            policy=GroupPolicy.of(spec),
+            policy=policy,
             rewards=self.rewards,
             finished=self._finished,
             excluded=self._exclude,

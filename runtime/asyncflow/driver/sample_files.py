@@ -40,9 +40,10 @@ class SampleText(Struct, frozen=True, kw_only=True):
     step: the step that trains it, or whose weights are evaluated; serial: serial of the prompt, in an evaluation its
     index in all sets; set: name of the evaluation's set; drawn: whether it belongs to the unbiased draw, or is kept for
     its reward only; prompt, response: texts with special tokens; answer: answer in the data, as JSON; reward: None if
-    the reward failed for the reason ``failure``; advantage: None in an evaluation; version_min, version_max: steps of
-    the weights that generated its oldest and newest token; details: further JSON values by name: the other tags of the
-    row, such as components of the reward, and the details that the reward function returned.
+    the reward failed for the reason ``failure``; advantage: None in an evaluation, or if the trainer computes
+    advantages; version_min, version_max: steps of the weights that generated its oldest and newest token; details:
+    further JSON values by name: the other tags of the row, such as components of the reward, and the details that the
+    reward function returned.
     """
 
     purpose: Purpose

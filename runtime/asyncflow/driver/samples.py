@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from asyncflow.algorithms.base import OUTCOME
 from asyncflow.api.durability import SamplesSpec
 from asyncflow.data.base import Prompt
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
@@ -141,7 +142,8 @@ class _Reservoir:
 class SampleCollector:
     """Keeps samples of one run in ``folder``.
 
-    seed: seed of the draw; decode: returns the text of token ids.
+    seed: seed of the draw; decode: returns the text of token ids; column: the column that the driver writes,
+    see ``Algorithm.writes``.
     """
 
     def __init__(
@@ -152,12 +154,14 @@ class SampleCollector:
         folder: Path,
         seed: int,
         decode: Callable[[Sequence[int]], str],
+        column: str = "advantage",
     ) -> None:
         self._spec = spec
         self._queue = queue
         self._folder = folder
         self._seed = seed
         self._decode = decode
+        self._has_advantages = column != OUTCOME
         self._choices: dict[Purpose, Choice] = {
             "train": Choice(drawn=spec.per_step, extremes=spec.extremes),
             "eval": Choice(drawn=spec.per_evaluation, extremes=0),
@@ -175,7 +179,7 @@ class SampleCollector:
         offered = {}
         for row, advantage in zip(group.rows, group.advantages, strict=True):
             key = (row.meta.serial, row.meta.sample)
-            offered[key] = self._candidate(key, row), _Wanted(row, float(advantage))
+            offered[key] = self._candidate(key, row), _Wanted(row, float(advantage) if self._has_advantages else None)
         self._reservoir("train", step).offer(offered)
         self._more.set()
 

@@ -27,11 +27,16 @@ from asyncflow.training.recording import BeginRecord, Record, SampleRecord, Step
 
 @dataclass(kw_only=True)
 class RecordedStep:
-    """A valid step. attempt, ranks: attempt and size of the trainer's gang; slots: samples of all ranks, in order."""
+    """A valid step.
+
+    attempt, ranks: attempt and size of the trainer's gang; slots: samples of all ranks, in order; decided: as in
+    ``StepRecord``.
+    """
 
     attempt: int
     ranks: int
     slots: list[list[SampleRecord]]
+    decided: str
 
     @property
     def samples(self) -> list[SampleRecord]:
@@ -67,7 +72,8 @@ class RunHistory:
             slots = zip_longest(*(part.steps[number].slots for part in current), fillvalue=())
             if len(current) == (world := current[0].worlds.get(newest, 1)):
                 joined = [[sample for rank in slot for sample in rank] for slot in slots]
-                one.steps[number] = RecordedStep(attempt=newest, ranks=world, slots=joined)
+                decided = current[0].steps[number].decided
+                one.steps[number] = RecordedStep(attempt=newest, ranks=world, slots=joined, decided=decided)
         if parts:
             one.begins = parts[0].begins
         if len(parts) == 1:

@@ -142,7 +142,9 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         saved=metrics.checkpoint_seconds.observe,
         spans=context.spans,
         materialise=lambda: materialize_weights(spec.model.source, folder) if starts_with_model else None,
-        recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
+        recorder=StepRecorder(
+            options.workdir, rank=options.index, attempt=options.attempt, decided=algorithm_of(spec).writes
+        ),
     )
     metrics.watch_busy(trainer.meter.busy)
     leaving = asyncio.create_task(context.call_when_leaving(trainer.leave))

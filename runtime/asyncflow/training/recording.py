@@ -58,7 +58,7 @@ class TokenRun(Struct, frozen=True, array_like=True):
 class SampleRecord(Struct, frozen=True, array_like=True):
     """A sample that was trained.
 
-    runs: token runs in order; reward; decided: advantage or outcome that the driver wrote, None if each token has its
+    runs: token runs in order; reward; decided: what the driver wrote (see ``StepRecord``), None if each token has its
     own advantage; ids, logprobs: digests of the response's tokens and of the engine's log-probs.
     """
 
@@ -90,11 +90,16 @@ class BeginRecord(Struct, frozen=True, tag="begin", kw_only=True):
 
 
 class StepRecord(Struct, frozen=True, tag="step", kw_only=True):
-    """``attempt`` completed step ``step``. slots: this rank's samples of each slot, in the order of accumulation."""
+    """``attempt`` completed step ``step``.
+
+    slots: this rank's samples of each slot, in the order of accumulation; decided: the column that the driver wrote,
+    ``advantage``, or ``outcome`` if the trainer computed the advantages.
+    """
 
     attempt: int
     step: int
     slots: list[list[SampleRecord]]
+    decided: str = "advantage"
 
 
 class WeightsRecord(Struct, frozen=True, tag="weights", kw_only=True):
@@ -147,11 +152,15 @@ def step_file(run: Path, rank: int) -> Path:
 
 
 class StepRecorder:
-    """Writes the record of one rank in the folder of a run; if the disk fails, lines are missing."""
+    """Writes the record of one rank in the folder of a run; if the disk fails, lines are missing.
 
-    def __init__(self, run: Path, *, rank: int, attempt: int) -> None:
+    decided: as in ``StepRecord``.
+    """
+
+    def __init__(self, run: Path, *, rank: int, attempt: int, decided: str = "advantage") -> None:
         self._path = step_file(run, rank)
         self._attempt = attempt
+        self._decided = decided
         self._slots: list[list[SampleRecord]] = []
         self._started = self._failing = False
 
@@ -166,7 +175,7 @@ class StepRecorder:
     def finish(self, step: int) -> None:
         """Record that the step was completed with the slots added since the last one."""
         slots, self._slots = self._slots, []
-        self._write(StepRecord(attempt=self._attempt, step=step, slots=slots))
+        self._write(StepRecord(attempt=self._attempt, step=step, slots=slots, decided=self._decided))
 
     def published(self, part: ManifestPart) -> None:
         """Record the digest of a published version; called from another task of the same thread."""
