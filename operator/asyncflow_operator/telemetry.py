@@ -2,10 +2,9 @@
 
 Invariants: every metric is declared here, once, as ``asyncflow_operator_*``. A label has few values, so the number of
 series does not grow with the number of jobs: of all objects, only the ``MOST_NAMED`` jobs that failed last are named. A
-log line is one JSON object with the
-time, level, logger, event and the object concerned. The process is healthy if a restart would not help: the event loop
-runs, objects are processed, and the watches receive messages or retry. An unreachable or slow API server does not make
-this process unhealthy; the metrics show it.
+log line is one JSON object with the time, level, logger, event and the object concerned. The process is healthy if a
+restart would not help: the event loop runs, objects are processed, and the watches receive messages or retry. An
+unreachable or slow API server does not make this process unhealthy; the metrics show it.
 """
 
 from __future__ import annotations

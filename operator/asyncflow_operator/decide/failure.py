@@ -8,8 +8,8 @@ The failures of a window are removed from the record when the window is over, so
 the budget.
 
 Invariants: attempts only increase. No delay or window is longer than its policy says, whatever the clock of an earlier
-operator was. An end uses no budget if the cluster or a user ended the pod, or if another process
-caused it. A window counts each failure once.
+operator was. An end uses no budget if the cluster or a user ended the pod, or if another process caused it. A window
+counts each failure once.
 """
 
 from __future__ import annotations
