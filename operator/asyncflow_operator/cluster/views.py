@@ -68,6 +68,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         running.get("startedAt") or ended.get("startedAt"), before.started if before else None, now
     )
     end: Json = {} if reason == _EVICTED else ended
+    init_end, init_message = _failed_init(status) if not ended else ("", "")
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -97,8 +98,8 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         waiting=waiting,
         waiting_message=waiting_message,
         exit_code=end.get("exitCode"),
-        exit_reason=str(end.get("reason") or reason),
-        last_words=str(end.get("message") or status.get("message") or "")[-_LAST_WORDS:],
+        exit_reason=str(end.get("reason") or reason or init_end),
+        last_words=str(end.get("message") or status.get("message") or init_message)[-_LAST_WORDS:],
         disrupted=_holds(conditions, "DisruptionTarget")
         or reason in _CLUSTER_REASONS
         or (reason == _EVICTED and started is None)
@@ -243,6 +244,15 @@ def _unseen(container: Json) -> Json:
     """
     ended = (container.get("lastState") or {}).get("terminated") or {}
     return ended if ended.get("reason") == _UNSEEN else {}
+
+
+def _failed_init(status: Json) -> tuple[str, str]:
+    """Return how an init container has failed, which keeps the main one from starting, and its message; "" for none."""
+    for each in status.get("initContainerStatuses") or ():
+        ended = (each.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            return f"init container {each.get('name')}: exit code {ended['exitCode']}", str(ended.get("message") or "")
+    return "", ""
 
 
 def _claims(spec: Json) -> tuple[str, ...]:

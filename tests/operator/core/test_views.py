@@ -131,6 +131,22 @@ def test_a_process_whose_end_no_kubelet_saw_counts_as_no_failure(states: dict[st
     assert end_of(pod_view(pod(phase="Failed", containerStatuses=[ours, other]))) is PodEnd.FAILED
 
 
+def test_an_init_container_that_failed_is_named() -> None:
+    """Its exit code is none of a role: 2 does not mean that the input was refused."""
+    fetched = {"exitCode": 2, "reason": "Error", "message": "404 Not Found"}
+    states = [
+        {"name": "first", "state": {"terminated": {"exitCode": 0}}},
+        {"name": "fetch", "state": {"terminated": fetched}},
+    ]
+    begins = {"name": "asyncflow", "state": {"waiting": {"reason": "PodInitializing"}}}
+    view = pod_view(pod(phase="Failed", initContainerStatuses=states, containerStatuses=[begins]))
+    assert (view.exit_code, end_of(view)) == (None, PodEnd.FAILED)
+    assert view.exit_reason == "init container fetch: exit code 2"
+    assert view.last_words == "404 Not Found"
+    over = pod_view(pod(phase="Failed", initContainerStatuses=states, containerStatuses=[ended(1, reason="Error")]))
+    assert (over.exit_code, over.exit_reason, over.last_words) == (1, "Error", "")
+
+
 def test_why_a_pod_waits() -> None:
     words = "0/3 nodes are available: 3 Insufficient cpu."
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
