@@ -302,6 +302,10 @@ class TorchBackend(TrainerBackend):
         silent = self._loss.silent(batch.largest_advantages())
         return silent if self.settings.critic is None else np.zeros_like(silent)
 
+    def _without_advantage(self, batch: MicroBatch) -> int:
+        """Return the number of samples whose advantage is 0; always 0 with a critic, whose advantages are of tokens."""
+        return int((batch.largest_advantages() == 0).sum()) if self.settings.critic is None else 0
+
     @contextmanager
     def _with_weights(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
         """Yield a function that returns the log-probs of a pack under other weights; called on every rank."""
@@ -344,8 +348,12 @@ class TorchBackend(TrainerBackend):
                 batch = self._with_estimates(batch, penalty=np.zeros(len(batch.responses.values)))
             self.critic_link.learn(batch)
         silent = self._silent(batch)
-        totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
-        self._figures.count((name, float(value)) for name, value in totals)
+        totals = {
+            "tokens": lengths.sum(),
+            "sequences": np.count_nonzero(lengths),
+            "silent": self._without_advantage(batch),
+        }
+        self._figures.count((name, float(value)) for name, value in totals.items())
         active = np.flatnonzero(~silent & (lengths > 0))
         self.trained += len(batch) - len(active)
         packs = self._packs.of(batch, active)
