@@ -103,6 +103,12 @@ def test_a_run_is_refused_in_a_thread_and_in_an_event_loop(manifest):
         asyncflow.train(manifest, resume=True, fresh=True)
 
 
+@pytest.mark.parametrize("call", [asyncflow.load, asyncflow.train])
+def test_one_text_in_place_of_a_list_of_overrides_is_refused(manifest, call):
+    with pytest.raises(ManifestError, match=r"overrides is the text 'algorithm.steps=9'. Pass \['algorithm.steps=9'\]"):
+        call(manifest, overrides="algorithm.steps=9")
+
+
 def test_a_job_made_in_python_means_the_same_as_its_manifest(manifest, monkeypatch):
     (manifest.parent / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     job = asyncflow.load(manifest, ["data.train.source=tasks.jsonl"])

@@ -258,6 +258,12 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
         _put(document.data, keys, value, where=where)
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ManifestError if a text was passed in place of the list of overrides."""
+    if isinstance(overrides, str):
+        raise ManifestError(f"overrides is the text {overrides!r}", where="overrides", hint=f"Pass [{overrides!r}]")
+
+
 def latest(overrides: Sequence[str]) -> list[str]:
     """Return the last override of each path."""
     last = {override.partition("=")[0].strip(): index for index, override in enumerate(overrides)}

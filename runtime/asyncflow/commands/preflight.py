@@ -27,6 +27,7 @@ import msgspec
 
 from asyncflow.algorithms.base import ALGORITHMS, algorithm_of
 from asyncflow.api.check import Problem, refusal
+from asyncflow.api.document import check_overrides
 from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.learning import FILE_SCHEMES, TrainDataSpec
@@ -82,6 +83,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
     folder in which it runs. Raises ManifestError that lists all problems that were found.
     """
     check_source(source, *KINDS.values(), where="asyncflow.load")
+    check_overrides(overrides)
     if isinstance(source, (str, Path)):
         text: Path | StringIO = Path(source)
         parent = Path(source).absolute().parent

@@ -26,7 +26,7 @@ from typing import Any, TextIO, TypeVar
 import click
 import msgspec
 
-from asyncflow.api.document import latest
+from asyncflow.api.document import check_overrides, latest
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load, load_job, name_of, to_yaml
 from asyncflow.api.names import TLS_ENV
@@ -122,6 +122,7 @@ def train(
     _check_thread()
     if resume and fresh:
         raise ManifestError("resume and fresh exclude each other", where="asyncflow.train", hint="Pass one of them")
+    check_overrides(overrides)
     path = None if output is None else Path(output)
     if resume and isinstance(job, (str, Path)):
         overrides = [*saved_overrides(path or RUNS / name_of(Path(job), overrides)), *overrides]
