@@ -48,6 +48,7 @@ from asyncflow_operator.decide.progress import (
     figures,
     lacking,
     may_start,
+    one_line,
     reached,
     ready_of,
     set_stalled,
@@ -248,6 +249,8 @@ class _Running:
         conditions.set(
             "WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else ""
         )
+        if state.probe.status is None and (why is not None or state.probe.asked):
+            draft.fields["waiting_for"] = one_line(why.message) if why is not None else ""
         if phase == "Running":
             trainers = [pod for pod in state.pods if pod.role == "trainer"]
             set_stalled(

@@ -90,7 +90,7 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "checkpoint_step": seen.checkpoint.step if seen.checkpoint is not None else None,
         "best_step": seen.best.step if seen.best is not None else None,
         "failed_rewards": min(sum(seen.rewards.failed.values()), MOST_COUNTED),
-        "waiting_for": _shown(seen.waiting_for),
+        "waiting_for": one_line(seen.waiting_for),
         "ready_rollouts": sum(each.state == "ready" for each in seen.rollouts),
     }
 
@@ -116,7 +116,7 @@ def set_stalled(
     seen = probe.status
     if seen.phase == "Paused":
         first = [seen.waiting_for, *seen.rewards.first_failure.splitlines()]
-        conditions.set("Stalled", True, "Paused", "\n".join(map(_shown, first)))
+        conditions.set("Stalled", True, "Paused", "\n".join(map(one_line, first)))
         return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
     limit = min(limits.stall_seconds, usual)
@@ -125,7 +125,7 @@ def set_stalled(
     if alarm.until(since + limit):
         conditions.set("Stalled", False, "Stepping")
         return
-    waits = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
+    waits = f"; it waits for {one_line(seen.waiting_for)}" if seen.waiting_for else ""
     message = f"No step for more than {duration(limit)}, after step {seen.step} of {seen.steps}{waits}"
     conditions.set("Stalled", True, "NoStep", message)
 
@@ -135,6 +135,6 @@ def four_digits(figure: float | None) -> float | None:
     return None if figure is None else float(f"{figure:.4g}")
 
 
-def _shown(text: str) -> str:
-    """Return a text of a driver as one line of printable characters."""
+def one_line(text: str) -> str:
+    """Return a text as one line of printable characters, of the length that a status takes."""
     return "".join(letter if letter.isprintable() else " " for letter in text)[:_LINE]

@@ -155,9 +155,10 @@ def test_a_quota_is_waited_for_without_using_up_attempts():
         world.now += 10
     assert condition(world, "WhyPending").reason == "Denied"
     assert "exceeded quota" in condition(world, "WhyPending").message
+    assert world.status.waiting_for == condition(world, "WhyPending").message, "which kubectl get -o wide shows"
     world.quota = False
     world.settle()
-    assert world.status.phase == "Running"
+    assert (world.status.phase, world.status.waiting_for) == ("Running", "")
     assert world.status.attempt == 0
 
 
