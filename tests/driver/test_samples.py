@@ -65,7 +65,9 @@ def test_a_choice_made_bit_by_bit_is_the_choice_among_all(
 
 
 def collector_of(queue: QueueClient, folder: Path, spec: SamplesSpec = KEPT, seed: int = 1) -> SampleCollector:
-    return SampleCollector(spec, queue=queue, folder=folder, seed=seed, decode=lambda ids: "".join(map(chr, ids)))
+    return SampleCollector(
+        spec, queue=queue, folder=folder, seed=seed, decode=lambda ids: "".join(map(chr, ids)), column="advantage"
+    )
 
 
 async def made_groups(queue: QueueClient, *, step: int = 1, groups: int = GROUPS) -> list[DecidedGroup]:
@@ -174,7 +176,7 @@ async def test_ids_that_cannot_be_decoded_end_nothing(tmp_path: Path, caplog: py
         raise OverflowError("out of range")
 
     async with queue_of(spec, tmp_path) as (queue, _):
-        collector = SampleCollector(KEPT, queue=queue, folder=tmp_path, seed=1, decode=decode)
+        collector = SampleCollector(KEPT, queue=queue, folder=tmp_path, seed=1, decode=decode, column="advantage")
         for group in await made_groups(queue, groups=2):
             collector.decided(1, group)
         await collector.read()

@@ -41,7 +41,7 @@ def batch(**more: object) -> MicroBatch:
 
 
 def test_what_was_trained_is_read_back_with_the_bits_of_its_numbers(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path, rank=2, attempt=1)
+    recorder = StepRecorder(tmp_path, rank=2, attempt=1, decided="advantage")
     recorder.begin(3, ranks=4)
     recorder.add(batch())
     recorder.add(MicroBatch.empty())
@@ -61,7 +61,7 @@ def test_what_was_trained_is_read_back_with_the_bits_of_its_numbers(tmp_path: Pa
 
 
 def test_advantages_of_tokens_are_left_out(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path, rank=0, attempt=0)
+    recorder = StepRecorder(tmp_path, rank=0, attempt=0, decided="advantage")
     recorder.add(batch(advantage=Jagged.from_rows([np.zeros(3), np.ones(6), []], "float32")))
     recorder.finish(1)
     (made,) = read_records(tmp_path, 0)
@@ -70,17 +70,17 @@ def test_advantages_of_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_killed_process_left_costs_itself_alone(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path, rank=0, attempt=0)
+    recorder = StepRecorder(tmp_path, rank=0, attempt=0, decided="advantage")
     recorder.begin(0, ranks=1)
     with step_file(tmp_path, 0).open("ab") as file:
         file.write(b'{"type":"step","attempt":0,"st')
-    StepRecorder(tmp_path, rank=0, attempt=1).begin(0, ranks=1)
+    StepRecorder(tmp_path, rank=0, attempt=1, decided="advantage").begin(0, ranks=1)
     assert [record.attempt for record in read_records(tmp_path, 0)] == [0, 1]
 
 
 def test_a_disk_that_fails_stops_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "steps").write_text("in the way")
-    recorder = StepRecorder(tmp_path, rank=0, attempt=0)
+    recorder = StepRecorder(tmp_path, rank=0, attempt=0, decided="advantage")
     recorder.begin(0, ranks=1)
     recorder.finish(1)
     assert len(caplog.records) == 1

@@ -154,7 +154,7 @@ class SampleCollector:
         folder: Path,
         seed: int,
         decode: Callable[[Sequence[int]], str],
-        column: str = "advantage",
+        column: str,
     ) -> None:
         self._spec = spec
         self._queue = queue

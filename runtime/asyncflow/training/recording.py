@@ -157,7 +157,7 @@ class StepRecorder:
     decided: as in ``StepRecord``.
     """
 
-    def __init__(self, run: Path, *, rank: int, attempt: int, decided: str = "advantage") -> None:
+    def __init__(self, run: Path, *, rank: int, attempt: int, decided: str) -> None:
         self._path = step_file(run, rank)
         self._attempt = attempt
         self._decided = decided
