@@ -72,5 +72,6 @@ def test_the_reference_as_a_role_changes_no_figure_of_a_run(tmp_path: Path) -> N
         assert audit_ledgers(folder / "ledger").ok
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         figures.append([line[figure] for line in lines for figure in ("loss", "grad_norm", "kl")])
-    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+    # Log-probs in float32 are rounded by up to 1e-7, whatever the KL between them: its mean of 3e-4 by up to 1e-8.
+    assert figures[1] == pytest.approx(figures[0], rel=1e-5, abs=1e-8)
     assert figures[0][-1] > 1e-4, "the policy has left the reference"
