@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NEWEST = 2**31 - 1
 """An upper bound for ``max_version``: any version, however new."""
@@ -73,6 +77,11 @@ class Version(NamedTuple):
 
     def __str__(self) -> str:
         return f"θ{self.step}" if self.attempt == 0 else f"θ{self.step}@{self.attempt}"
+
+
+def steps_of(packed: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the step of each packed version; without a loop, since a training step has one version per token."""
+    return packed & (1 << _STEP_BITS) - 1
 
 
 class RowPlace(NamedTuple):

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from count_work import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +100,14 @@ def test_the_mean_reward_is_exact_whatever_the_rewards_and_the_cut(rewards: list
 
 def test_the_mean_reward_of_nothing_is_zero() -> None:
     assert StepTally().reward_mean == 0
+
+
+def test_a_long_response_is_no_more_work_for_the_event_loop_than_a_short_one() -> None:
+    def work(length: int) -> int:
+        rows = batch([[4] * length] * 8)
+        return bytecodes(lambda: StepTally().add(rows, step=6))
+
+    assert work(500) == work(5)
 
 
 def test_the_digest_tells_sets_apart() -> None:

@@ -17,7 +17,7 @@ from asyncflow.api.names import LOSS_MASK
 from asyncflow.data.base import Message, Prompt
 from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.identity import Version
+from asyncflow.identity import Version, steps_of
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rollout.engines.base import NOTHING, Completion, GenerationRequest
@@ -203,7 +203,7 @@ class SampleOutcome:
         model, if there may be several; version_min, version_max: steps of the versions of its oldest and newest token.
         """
         versions = self.completion.versions
-        steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
+        steps = steps_of(versions)
         masked = self.completion.loss_mask is not None
         return {
             **(self.reward.tags if self.reward is not None else {}),
@@ -211,8 +211,8 @@ class SampleOutcome:
             TOKENS_TAG: len(versions),
             "response_tokens": int(self.completion.chosen.sum()),
             **({"turns": sum(chosen for chosen, _ in self.completion.segments())} if masked else {}),
-            "version_min": min(steps),
-            "version_max": max(steps),
+            "version_min": int(steps.min()),
+            "version_max": int(steps.max()),
         }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.identity import SampleKey, Version
+from asyncflow.identity import SampleKey, steps_of
 from asyncflow.queue.torch.batch import Column
 from asyncflow.training.batch import MicroBatch
 
@@ -54,7 +54,7 @@ class Experience:
         logprobs, versions = np.zeros(shape, np.float32), np.full(shape, -1, np.int64)
         ids[in_prompt], ids[in_response] = batch.prompts.values, batch.responses.values
         logprobs[in_response] = batch.logprobs.values
-        versions[in_response] = [Version.unpack(packed).step for packed in batch.versions.values.tolist()]
+        versions[in_response] = steps_of(batch.versions.values)
         if batch.loss_mask is not None:
             mask[in_response] = batch.loss_mask.values
         rewards = np.zeros(len(batch), np.float32) if batch.rewards is None else batch.rewards

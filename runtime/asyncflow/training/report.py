@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from asyncflow.identity import Version
+from asyncflow.identity import steps_of
 from asyncflow.training.batch import MicroBatch
 
 _FLOOR = 1e-9
@@ -124,7 +124,7 @@ class StepTally:
         starts = batch.versions.offsets[:-1][batch.responses.lengths > 0]
         if not len(starts):
             return
-        lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
+        lags = step - 1 - steps_of(batch.versions.values)
         oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
         self.nonempty += len(starts)
         self.staleness_start_sum += int(oldest.sum())
