@@ -128,6 +128,20 @@ def test_a_step_is_said_to_have_what_was_put_done_and_filtered_of_it(table, queu
     assert snapshot(partition, step=2).steps == {2: second}
 
 
+def test_nothing_is_done_of_a_row_that_must_be_made_again(queue):
+    queue.create(0, 1)
+    queue.through()
+    everything = dict.fromkeys(("rollout", "score", "advantage"), 4)
+    partition = queue.table.state.partitions[P]
+    assert snapshot(partition).steps[1].done == everything
+    queue.replace_unit("unit-b")
+    lost = snapshot(partition).steps[1]
+    assert (lost.done, lost.undone) == (dict.fromkeys(everything, 0), dict.fromkeys(everything, 2))
+    queue.create_wanted()
+    queue.through(upto="rollout")
+    assert snapshot(partition).steps[1].done == dict.fromkeys(everything, 0) | {"rollout": 4}
+
+
 def test_the_report_of_a_step_costs_no_work_for_the_steps_before_it(queue):
     def work(step):
         """Train the steps up to ``step``, and return the work of the next one's report."""

@@ -144,8 +144,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
 class StepState(Struct, frozen=True, kw_only=True):
     """A step that is not yet committed: its groups and their progress.
 
-    done: by task, rows that it has completed and that are not final; undone: by task, groups with a row that is
-    neither; filtered: rows; excluded: groups that are final and of which no sample is trained.
+    done: by task, rows that it has completed and that are neither final nor wanted; undone: by task, groups with a row
+    that is neither done nor final; filtered: rows; excluded: groups that are final and of which no sample is trained.
     """
 
     serials: list[int]

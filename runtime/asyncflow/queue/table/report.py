@@ -93,7 +93,7 @@ def _step(partition: PartitionState, number: int) -> StepState:
     tasks = [task for task, queue in partition.queues.items() if queue.spec.kind == "lease"]
 
     def is_done(row: Row, task: str) -> bool:
-        return row.work.get(task, IDLE).done > 0
+        return row.state is not RowState.WANTED and row.work.get(task, IDLE).done > 0
 
     return StepState(
         serials=sorted([*finished, *(group.serial for group in groups)]),
