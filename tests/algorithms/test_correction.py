@@ -14,33 +14,32 @@ from asyncflow.algorithms.correction import Correction, CorrectionTerms, effecti
 from asyncflow.algorithms.loss import Loss
 from asyncflow.errors import ManifestError
 
-RATIOS = [4.0, 0.5, 1.5, 1.0, 0.1]
-SEQUENCES = torch.tensor([0, 0, 0, 1, 1])
-COUNTED = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
-"""Two responses; the third token of the first does not count in the loss."""
+RATIOS = [4.0, 0.5, 1.0, 0.1]
+SEQUENCES = torch.tensor([0, 0, 1, 1])
+"""Two responses."""
 LEVELS = ("token", "sequence", "geometric")
 
 
 def weigh(correction: Correction, ratios: list[float] = RATIOS) -> CorrectionTerms:
     behaviour = torch.full((len(ratios),), -2.0)
-    return correction.terms(behaviour + torch.tensor(ratios).log(), behaviour, counted=COUNTED, sequences=SEQUENCES)
+    return correction.terms(behaviour + torch.tensor(ratios).log(), behaviour, sequences=SEQUENCES)
 
 
 @pytest.mark.parametrize(
     ("how", "weights", "above", "below"),
     [
-        ({"level": "token", "high": 2.0}, [2, 0.5, 1.5, 1, 0.1], [1, 0, 0, 0, 0], [0] * 5),
-        ({"level": "token", "low": 0.5, "high": 2.0}, [2, 0.5, 1.5, 1, 0.5], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
-        ({"kind": "mask", "low": 0.2, "high": 2.0}, [0, 0.5, 1.5, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
-        ({"level": "sequence", "high": 3.0}, [2, 2, 2, 0.1, 0.1], [0] * 5, [0] * 5),
-        ({"level": "sequence", "high": 1.5}, [1.5, 1.5, 1.5, 0.1, 0.1], [1, 1, 1, 0, 0], [0] * 5),
-        ({"level": "sequence", "kind": "mask", "low": 0.2, "high": 3.0}, [2, 2, 2, 0, 0], [0] * 5, [0, 0, 0, 1, 1]),
-        ({"level": "geometric", "high": 1.2}, [1.2, 1.2, 1.2, 0.1**0.5, 0.1**0.5], [1, 1, 1, 0, 0], [0] * 5),
+        ({"level": "token", "high": 2.0}, [2, 0.5, 1, 0.1], [1, 0, 0, 0], [0] * 4),
+        ({"level": "token", "low": 0.5, "high": 2.0}, [2, 0.5, 1, 0.5], [1, 0, 0, 0], [0, 0, 0, 1]),
+        ({"kind": "mask", "low": 0.2, "high": 2.0}, [0, 0.5, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]),
+        ({"level": "sequence", "high": 3.0}, [2, 2, 0.1, 0.1], [0] * 4, [0] * 4),
+        ({"level": "sequence", "high": 1.5}, [1.5, 1.5, 0.1, 0.1], [1, 1, 0, 0], [0] * 4),
+        ({"level": "sequence", "kind": "mask", "low": 0.2, "high": 3.0}, [2, 2, 0, 0], [0] * 4, [0, 0, 1, 1]),
+        ({"level": "geometric", "high": 1.2}, [1.2, 1.2, 0.1**0.5, 0.1**0.5], [1, 1, 0, 0], [0] * 4),
         (
             {"level": "geometric", "kind": "mask", "low": 0.5, "high": 2.0},
-            [2**0.5] * 3 + [0, 0],
-            [0] * 5,
-            [0, 0, 0, 1, 1],
+            [2**0.5] * 2 + [0, 0],
+            [0] * 4,
+            [0, 0, 1, 1],
         ),
     ],
 )
@@ -51,9 +50,7 @@ def test_weights_are_those_worked_out_by_hand(
     torch.testing.assert_close(terms.weight, torch.tensor(weights, dtype=torch.float32))
     assert terms.above.int().tolist() == above
     assert terms.below.int().tolist() == below
-    assert terms.unit.tolist() == (
-        COUNTED.tolist() if how.get("level", "token") == "token" else [0.5, 0.5, 0, 0.5, 0.5]
-    )
+    assert terms.unit.tolist() == [1.0 if how.get("level", "token") == "token" else 0.5] * 4
 
 
 def test_divergences_are_the_usual_estimates() -> None:
@@ -75,21 +72,21 @@ def test_the_effective_share_is_one_for_equal_weights_and_one_of_n_for_a_lone_on
     st.sampled_from(("truncate", "mask")),
     st.floats(0, 1),
     st.floats(1, 50),
-    st.lists(st.tuples(st.floats(-1e4, 1e4), st.booleans(), st.integers(0, 3)), min_size=4, max_size=30),
+    st.lists(st.tuples(st.floats(-1e4, 1e4), st.integers(0, 3)), min_size=4, max_size=30),
 )
 def test_weights_lie_within_their_bounds(
-    level: Any, kind: Any, low: float, high: float, tokens: list[tuple[float, bool, int]]
+    level: Any, kind: Any, low: float, high: float, tokens: list[tuple[float, int]]
 ) -> None:
-    distance, counted, sequences = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    distance, sequences = (torch.tensor(column) for column in zip(*tokens, strict=True))
     correction = Correction(kind=kind, level=level, low=low, high=high)
-    terms = correction.terms(distance, torch.zeros(len(distance)), counted=counted.float(), sequences=sequences)
+    terms = correction.terms(distance, torch.zeros(len(distance)), sequences=sequences)
     weight, kept = terms.weight, ~(terms.above | terms.below)
     inside = (weight >= np.float32(low)) & (weight <= np.float32(high))
     assert (inside | ((weight == 0) & ~kept & (kind == "mask"))).all()
     assert not (terms.above & terms.below).any()
     assert torch.isfinite(torch.stack([terms.weight, terms.unit, terms.k1, terms.k3])).all()
     whole = terms.unit.sum().item()
-    units = counted.sum() if level == "token" else len(set(sequences[counted].tolist()))
+    units = len(tokens) if level == "token" else len(set(sequences.tolist()))
     assert whole == pytest.approx(float(units), abs=1e-4)
 
 
@@ -103,9 +100,7 @@ def test_the_weight_of_a_response_is_the_product_of_its_tokens_in_any_order_and_
     def weights(chosen: list[int]) -> dict[int, float]:
         given_ = torch.tensor(distance[chosen], dtype=torch.float32)
         _, number = np.unique(sequences[chosen], return_inverse=True)
-        terms = correction.terms(
-            given_, torch.zeros(len(chosen)), counted=torch.ones(len(chosen)), sequences=torch.from_numpy(number)
-        )
+        terms = correction.terms(given_, torch.zeros(len(chosen)), sequences=torch.from_numpy(number))
         return dict(zip(sequences[chosen].tolist(), terms.weight.tolist(), strict=True))
 
     shuffled = list(range(len(tokens)))
@@ -131,7 +126,7 @@ def test_samples_of_the_old_policy_have_the_gradient_without_a_correction_to_the
     rng = torch.Generator().manual_seed(0)
     logprobs, advantages = torch.randn(40, generator=rng) - 4, torch.randn(40, generator=rng)
     same = {"behaviour": logprobs, "advantages": advantages}
-    more = {"counted": torch.ones(40), "sequences": torch.arange(40) // 7}
+    more = {"sequences": torch.arange(40) // 7}
     for old in ("recompute", "lagged", "behaviour"):
         if (old, kind) == ("behaviour", "truncate"):
             continue
@@ -143,7 +138,7 @@ def test_samples_of_the_old_policy_have_the_gradient_without_a_correction_to_the
 def test_the_weight_multiplies_the_policy_loss_and_nothing_else() -> None:
     logprobs, before = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.1, -2.0, -3.2])
     given_ = {"behaviour": torch.tensor([-1.5, -1.7, -6.0]), "advantages": torch.tensor([1.0, -2.0, 0.5])}
-    more = {"before": before, "counted": torch.ones(3), "sequences": torch.zeros(3, dtype=torch.int64)}
+    more = {"before": before, "sequences": torch.zeros(3, dtype=torch.int64)}
     reference, entropy = torch.tensor([-1.2, -2.1, -2.9]), torch.tensor([0.1, 0.2, 0.3])
     loss = Loss(old="recompute", correction=Correction(high=2.0), kl=0.1, entropy=0.01)
     terms = loss.tokens(logprobs, reference=reference, entropy=entropy, **given_, **more)  # type: ignore[arg-type]
@@ -157,7 +152,7 @@ def test_the_weight_multiplies_the_policy_loss_and_nothing_else() -> None:
 def test_with_the_behaviour_policy_as_the_old_one_tokens_are_masked_by_the_ratio_of_the_loss_and_not_weighed() -> None:
     behaviour = torch.tensor([-1.0, -1.0, -1.0])
     logprobs = behaviour + torch.tensor([0.1, 1.0, -3.0])
-    more = {"counted": torch.ones(3), "sequences": torch.zeros(3, dtype=torch.int64), "advantages": -torch.ones(3)}
+    more = {"sequences": torch.zeros(3, dtype=torch.int64), "advantages": -torch.ones(3)}
     loss = Loss(correction=Correction(kind="mask", low=0.5, high=2.0))
     found = gradient(loss, logprobs, behaviour=behaviour, **more)
     assert found.tolist() == pytest.approx([np.exp(0.1), 0, 0])

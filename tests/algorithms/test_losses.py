@@ -61,7 +61,7 @@ def measured(algorithm: Algorithm, ratios: list[float], advantages: list[float])
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(2)
     sequences = torch.arange(3).repeat_interleave(2)
-    tokens = Tokens(logprobs, torch.zeros(6), each, torch.ones(6), sequences, torch.zeros(6), each.abs().long() - 1)
+    tokens = Tokens(logprobs, torch.zeros(6), each, sequences, torch.zeros(6), each.abs().long() - 1)
     return algorithm.policy(tokens, Clip(low=0.2, high=0.28))
 
 

@@ -401,12 +401,13 @@ def streamed(
             whole=loss.algorithm.pairs,
             **layout,
         )
-        for pack in packs:
+        for whole in packs:
+            counted = [step.masks[slot[s]][o] for s, o in zip(whole.samples, whole.offsets, strict=True)]
+            pack = whole.targeting(np.array(counted, np.bool_))
             own = [slot[s] for s in pack.samples]
             places = list(zip(own, pack.offsets, strict=True))
             before = torch.from_numpy(pack.ids[pack.rows])
             targets = torch.from_numpy(pack.targets)
-            counted = torch.tensor([float(step.masks[i][o]) for i, o in places], dtype=DTYPE)
             values = [chosen.advantages[i] if token_advantages is None else token_advantages[i][o] for i, o in places]
             normal = table.log_softmax(-1)[before]
             terms = loss.tokens(
@@ -416,13 +417,12 @@ def streamed(
                 advantages=torch.tensor(values, dtype=DTYPE),
                 reference=reference.log_softmax(-1)[before, targets] if loss.compares else None,
                 entropy=-(normal.exp() * normal).sum(-1) if loss.entropy else None,
-                counted=counted,
                 sequences=torch.from_numpy(np.unique(pack.samples, return_inverse=True)[1]),
                 pairs=torch.from_numpy(
                     np.unique([pairs[s] for s in pack.samples], axis=0, return_inverse=True)[1].reshape(-1)
                 ),
             )
-            value = (terms.total * counted * torch.from_numpy(weights[pack.samples])).sum()
+            value = (terms.total * torch.from_numpy(weights[pack.samples])).sum()
             value.backward()
             total += value.item()
     divisor = loss.aggregation.divisor(LossTotals(tokens, sequences))

@@ -67,11 +67,10 @@ class Group(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """N target tokens of a pack, each field [N]; only ``logprobs`` has a gradient.
+    """N tokens of a pack that count in the loss, each field [N]; only ``logprobs`` has a gradient.
 
     old: log-probs under the old policy.
     advantages: advantage of each token, or of its sample.
-    counted: 1 if the token counts in the loss, otherwise 0.
     sequences: number of the token's response, int64, each below N.
     reference: log-probs under θ_0, None if not needed.
     pairs: number of the token's pair, int64, each below N; None without ``pairs``.
@@ -80,18 +79,17 @@ class Tokens(NamedTuple):
     logprobs: Tensor
     old: Tensor
     advantages: Tensor
-    counted: Tensor
     sequences: Tensor
     reference: Tensor | None = None
     pairs: Tensor | None = None
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return for each token the sum of ``values`` over the counted tokens of its response, [N]."""
-        return values.new_zeros(len(values)).index_add(0, self.sequences, values * self.counted)[self.sequences]
+        """Return for each token the sum of ``values`` over the tokens of its response, [N]."""
+        return values.new_zeros(len(values)).index_add(0, self.sequences, values)[self.sequences]
 
     def lengths(self) -> Tensor:
-        """Return for each token the number of counted tokens in its response, at least 1, [N]."""
-        return self.summed(self.counted).clamp(min=1)
+        """Return for each token the number of tokens in its response, [N]."""
+        return self.summed(self.old.new_ones(len(self.old)))
 
 
 class StepSamples(NamedTuple):

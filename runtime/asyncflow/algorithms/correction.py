@@ -69,19 +69,18 @@ class Correction:
                 hint="Set 0 <= low <= 1 <= high, since a sample of the old policy itself has the weight 1",
             )
 
-    def terms(self, old: Tensor, behaviour: Tensor, *, counted: Tensor, sequences: Tensor) -> CorrectionTerms:
-        """Return the terms of N tokens from their log-probs, constants of shape [N].
+    def terms(self, old: Tensor, behaviour: Tensor, *, sequences: Tensor) -> CorrectionTerms:
+        """Return the terms of N tokens that count in the loss, from their log-probs, constants of shape [N].
 
-        counted [N]: 1 if the token counts in the loss, otherwise 0; sequences [N]: number of the token's response,
-        int64, each below N.
+        sequences [N]: number of the token's response, int64, each below N.
         """
         distance = old - behaviour
-        unit, exponent = counted, distance
+        unit, exponent = distance.new_ones(len(distance)), distance
         if self.level != "token":
-            lengths = _summed(counted, sequences)
-            unit, exponent = counted / lengths.clamp(min=1), _summed(distance * counted, sequences)
+            lengths = _summed(unit, sequences)
+            unit, exponent = 1 / lengths, _summed(distance, sequences)
             if self.level == "geometric":
-                exponent = exponent / lengths.clamp(min=1)
+                exponent = exponent / lengths
         ratio = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         above, below = ratio > self.high, ratio < self.low
         weight = ratio.clamp(self.low, self.high)

@@ -113,6 +113,6 @@ class Dpo(Algorithm[DpoOptions]):
         """Return h(chosen) - h(rejected) of each pair, float64[N]; entries after the last pair are 0."""
         assert tokens.reference is not None
         assert tokens.pairs is not None
-        parts = (tokens.logprobs - tokens.reference) * self.token_weight(lengths) * tokens.counted
+        parts = (tokens.logprobs - tokens.reference) * self.token_weight(lengths)
         signed = parts.double() * tokens.advantages.sign()
         return signed.new_zeros(len(signed)).index_add(0, tokens.pairs, signed)

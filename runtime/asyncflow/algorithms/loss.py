@@ -163,30 +163,28 @@ class Loss:
         reference: Tensor | None,
         entropy: Tensor | None,
         before: Tensor | None = None,
-        counted: Tensor | None = None,
         sequences: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> TokenLoss:
-        """Return the loss of N tokens, each argument [N]: log-probs of the policy, the engine and the reference.
+        """Return the loss of N tokens that count, each argument [N]: log-probs of policy, engine and reference.
 
         before: log-probs of the old policy, None if it is the policy itself (``recompute`` before the first update of a
-        step, ``lagged`` if there are no older weights). counted, sequences, pairs: see ``Tokens``; without the first
-        two, all tokens count and belong to one response.
+        step, ``lagged`` if there are no older weights). sequences, pairs: see ``Tokens``; without ``sequences``, all
+        tokens belong to one response.
 
         ``advantages``: advantage of each token, or of its sample. ``reference`` may be None unless ``compares``.
         ``entropy`` of the policy's distribution at each token may be None if its weight is 0.
         """
         own = logprobs.detach()
         old = behaviour if self.old == "behaviour" else own if before is None else before
-        counted = own.new_ones(len(own)) if counted is None else counted
         sequences = own.new_zeros(len(own)).long() if sequences is None else sequences
         policy = self.algorithm.policy(
-            Tokens(logprobs, old, advantages, counted, sequences, reference=reference, pairs=pairs), self.clip
+            Tokens(logprobs, old, advantages, sequences, reference=reference, pairs=pairs), self.clip
         )
         total, divergence, correction = policy.loss, None, None
         if self.correction is not None:
             weighed = own if self.old == "behaviour" else old
-            correction = self.correction.terms(weighed, behaviour, counted=counted, sequences=sequences)
+            correction = self.correction.terms(weighed, behaviour, sequences=sequences)
             if self.old == "behaviour":
                 within = ~(correction.above | correction.below)
                 correction = correction._replace(weight=within.to(total.dtype))
