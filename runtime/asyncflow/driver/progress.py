@@ -135,10 +135,9 @@ class RunProgress:
         """Write an event of the run; ``at`` in unix seconds."""
         self._events.append({"event": event, "at": at, **fields})
 
-    def at(self, event: str, *, first: bool = True) -> float | None:
-        """Return the time when ``event`` happened first (or last), or None."""
-        times = [float(line["at"]) for line in self._events.lines if line["event"] == event]
-        return None if not times else times[0] if first else times[-1]
+    def at(self, event: str) -> float | None:
+        """Return the time when ``event`` first happened, or None."""
+        return next((float(line["at"]) for line in self._events.lines if line["event"] == event), None)
 
     @property
     def started(self) -> float:
