@@ -92,7 +92,7 @@ def _group(group: RowGroup, *, works: bool) -> ev.GroupRecord:
 
 
 def _step(name: str, step: Step) -> Iterator[ev.Event]:
-    """Yield the events of a step of the trainer that is not committed."""
+    """Yield the events of a step of the trainer; a committed one has no slots, but keeps its declared size."""
     if step.groups is not None:
         yield ev.Opened(name, step.number, step.groups, step.size or 0)
     bound, before = list(step.bound), 0
