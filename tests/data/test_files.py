@@ -154,6 +154,7 @@ def test_a_split_is_a_folder_of_what_was_saved(tmp_path: Path) -> None:
         ("dataset://dict/valid", {}, r"is not a folder that save_to_disk .* next to it: test, train"),
         ("dataset://absent", {}, "is not a folder that save_to_disk"),
         ("dataset://broken", {}, r"broken: the data cannot be read"),
+        ("dataset://none", {}, "there are no rows"),
         ("parquet://absent", {}, "there is no Parquet file at"),
         ("parquet://empty", {}, "there is no Parquet file at"),
         ("parquet://broken.parquet", {}, r"broken\.parquet: the data cannot be read"),
@@ -191,6 +192,7 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
     Dataset.from_dict({"prompt": ["p"]}).to_parquet(tmp_path / "mixed" / "1.parquet")
     Dataset.from_dict({"prompt": [{"x": 1}]}).to_parquet(tmp_path / "mixed" / "2.parquet")
     pa.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "none")
     Dataset.from_dict({"prompt": ["p"], "day": [date(2024, 1, 1)]}).to_parquet(tmp_path / "dated.parquet")
     nested = {"prompt": ["p"], "days": [[{"n": 1, "day": date(2024, 1, 1)}]]}
     Dataset.from_dict(nested).to_parquet(tmp_path / "nested.parquet")

@@ -388,6 +388,8 @@ def open_saved(path: Path, config: FileConfig, *, where: str) -> ArrowTable:
         )
     try:
         data = library.load_from_disk(str(path), keep_in_memory=False)
+    except IndexError:  # the library concatenates the tables of the folder, and there are none
+        raise empty(str(path)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "Copy or save the folder again"
         raise ManifestError(f"the data cannot be read: {error}", where=str(path), hint=hint) from error
