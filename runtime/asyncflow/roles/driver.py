@@ -113,6 +113,8 @@ async def serve(context: JobContext) -> None:
             message = last_words(status())
             await driver.dismiss()
             _write_termination_message(message)
+        else:
+            await sinks.close(within_s=spec.limits.stop_seconds / 4)
     finally:
         await sinks.abandon()
         await directory.close()

@@ -92,7 +92,7 @@ class WandbSink(MetricSink):
         self._run.summary["asyncflow/made_again_from"] = step
 
     def flush(self) -> None:
-        """Do nothing: logged data is already in W&B's own process, and in files that ``wandb sync`` uploads."""
+        """Do nothing: logged data is in W&B's own process, which writes its file every 15 s and when it finishes."""
 
     def close(self, phase: str) -> None:
         """Finish the run, and wait until all data is written or uploaded."""
