@@ -5,7 +5,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from asyncflow.errors import CheckpointError, DiskError, Fenced
 from asyncflow.training import checkpoint as module
@@ -60,6 +62,12 @@ def test_a_folder_without_a_manifest_is_nothing(tmp_path: Path) -> None:
     assert latest is not None
     latest.verify()
     assert (latest.folder / "data").read_bytes() == b"weights"
+
+
+def test_tensors_are_as_readable_as_the_other_files_of_a_run(tmp_path: Path) -> None:
+    manifest = CheckpointManifest(attempt=0, step=5, samples=40)
+    Checkpoints(tmp_path).write(manifest, lambda folder: save_file({"w": np.zeros(2)}, folder / "w.safetensors"))
+    assert (tmp_path / "step-000005" / "w.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
