@@ -231,7 +231,7 @@ def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
     processes_of(tmp_path).mkdir(parents=True)
     for load in (load_record, record_of):
-        with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Nothing was changed; try again"):
+        with pytest.raises(ManifestError, match=r"cannot be read: Is a directory\. Use the account of the run"):
             load(tmp_path)
 
 

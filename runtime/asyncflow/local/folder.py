@@ -149,7 +149,7 @@ def load_record(path: Path) -> Record | None:
         return None
     except OSError as error:
         what = f"the record of placements cannot be read: {error.strerror}"
-        raise ManifestError(what, where=str(file), hint="Nothing was changed; try again") from error
+        raise ManifestError(what, where=str(file), hint="Use the account of the run, or check the disk") from error
 
 
 def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
