@@ -53,9 +53,9 @@ def trainer_starved(evidence: Evidence) -> Words | None:
     how = f" (asyncflow scale DIR rollout={balanced})" if allowed else f", with rollout.maxReplicas: {balanced}"
     return Words(
         "the rollouts are the bottleneck: the trainer is starved",
-        f"the trainer waits for samples {percent(waits)} of its time, {rollouts} rollouts are busy {percent(1 - idle)} "
-        f"of their time{_by_cause(evidence, 'trainer')}: training could process 1 / (1 - {waits:.2f}) = "
-        f"{1 / (1 - min(waits, 0.999)):.1f} times as many tokens",
+        f"the trainer waits for samples {percent(waits)} of its time, the rollouts ({rollouts}) are busy "
+        f"{percent(1 - idle)} of their time{_by_cause(evidence, 'trainer')}: training could process "
+        f"1 / (1 - {waits:.2f}) = {1 / (1 - min(waits, 0.999)):.1f} times as many tokens",
         f"rollout.replicas: {balanced} instead of {rollouts} leaves it waiting {percent(target)}{how}; or move devices "
         "from the trainer to rollouts",
     )
@@ -72,8 +72,8 @@ def rollouts_starved(evidence: Evidence) -> Words | None:
     fewer = f"rollout.replicas: {balanced} instead of {rollouts}" if balanced < rollouts else "a smaller device share"
     return Words(
         "the trainer is the bottleneck: the rollouts are starved",
-        f"{rollouts} rollouts are idle {percent(idle)} of their time, the trainer is busy {percent(1 - waits)} of "
-        f"its time{_by_cause(evidence, 'rollout')}: (1 - {idle:.2f}) x {rollouts} = {(1 - idle) * rollouts:.2f} "
+        f"the rollouts ({rollouts}) are idle {percent(idle)} of their time, the trainer is busy {percent(1 - waits)} "
+        f"of its time{_by_cause(evidence, 'rollout')}: (1 - {idle:.2f}) x {rollouts} = {(1 - idle) * rollouts:.2f} "
         "rollouts would be busy all the time",
         f"{fewer}, or {faster:.1f} times as fast a trainer (trainer.replicas: "
         f"{math.ceil(evidence.spec.trainer.replicas * faster)})",
