@@ -97,7 +97,7 @@ def test_a_run_is_refused_in_a_thread_and_in_an_event_loop(manifest):
     asyncio.run(inside())
     assert raised == [
         "asyncflow.train: called in a thread. Call it in the main thread of a process",
-        "asyncflow.train: called in an event loop. Call it outside, or in a separate process",
+        "asyncflow.train: called in an event loop. Call it outside; in a notebook use !asyncflow run or init_engines",
     ]
     with pytest.raises(ManifestError, match="exclude each other"):
         asyncflow.train(manifest, resume=True, fresh=True)

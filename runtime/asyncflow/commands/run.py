@@ -159,7 +159,8 @@ def _check_thread() -> None:
         raise AsyncFlowError("called in a thread", where=where, hint="Call it in the main thread of a process")
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
-        raise AsyncFlowError("called in an event loop", where=where, hint="Call it outside, or in a separate process")
+        hint = "Call it outside; in a notebook use !asyncflow run or init_engines"
+        raise AsyncFlowError("called in an event loop", where=where, hint=hint)
 
 
 @contextlib.contextmanager
