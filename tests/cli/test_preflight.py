@@ -111,6 +111,12 @@ def test_a_model_that_the_engine_cannot_run_is_refused(manifest, model, capsys):
     assert "config.json: cannot be read" in refused(capsys, manifest, "model.source=model", *TORCH)
 
 
+def test_exported_adapters_in_place_of_a_model_are_refused_with_the_command_that_merges_them(manifest, capsys):
+    (manifest.parent / "export").mkdir()
+    (manifest.parent / "export" / "adapter_config.json").write_text("{}")
+    assert f"asyncflow model merge {manifest.parent}/export DIR" in refused(capsys, manifest, "model.source=export")
+
+
 def test_everything_that_is_wrong_with_a_model_is_said_at_once(manifest, model, capsys):
     (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     (model / "tokenizer.json").write_text("{}")

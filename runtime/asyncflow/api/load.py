@@ -9,6 +9,7 @@ that ``load`` refuses raises one ManifestError with every problem, and has chang
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os.path import normpath
@@ -151,6 +152,8 @@ def _missing(place: Place, source: str, base: Path, folder: bool, mount: Path | 
         return None
     reason = f"there is no file {needed}"
     fix = "Correct the path; a relative path starts at the folder of the manifest"
+    if folder and (file / "adapter_config.json").is_file():
+        fix = f"The folder holds adapters: run asyncflow model merge {shlex.quote(str(file))} DIR, and use DIR"
     return Problem(place=place, value=source, reason=reason, fix=fix)
 
 
