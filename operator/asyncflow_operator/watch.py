@@ -29,6 +29,7 @@ from asyncflow_operator.cluster.kinds import CONFIG, CUSTOM_KINDS, MEMBERS, QUEU
 from asyncflow_operator.cluster.owners import CustomResource, custom_resource, has_started, recover_accepted
 from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
+from asyncflow_operator.definitions import defined
 from asyncflow_operator.references import Key, References
 
 _SERVER_S: Final = 300
@@ -54,9 +55,9 @@ async def run_kopf(
 ) -> None:
     """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has started.
 
-    kopf looks up the custom kinds only when it starts, so it is started after the cluster has them.
+    kopf looks up the custom kinds only when it starts, so it is started after the cluster has them (``definitions``).
     """
-    while not await _defined(api):
+    while not await defined(api):
         if await _is_set(stop, within_s=_RETRY_S):
             return
     registry = kopf.OperatorRegistry()
@@ -108,18 +109,6 @@ async def until_a_watch_ends(namespaces: tuple[str, ...]) -> Never:
 def _watches() -> set[asyncio.Task[Any]]:
     """Return kopf's watching tasks, found by name because kopf does not expose them."""
     return {task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")}
-
-
-async def _defined(api: Api) -> bool:
-    """Return whether the cluster has the custom kinds."""
-    try:
-        lacking = [kind.plural for kind in CUSTOM_KINDS if not await api.serves(kind)]
-    except ApiError as error:
-        _log.warning("could not query the definitions", extra={"why": str(error)})
-        return False
-    if lacking:
-        _log.warning("waiting for the definitions in crds/ to be installed", extra={"why": ", ".join(lacking)})
-    return not lacking
 
 
 async def _is_set(event: asyncio.Event, *, within_s: float) -> bool:

@@ -231,6 +231,13 @@ class Api:
             return False
         return any(each["name"] == kind.plural for each in answer.get("resources") or ())
 
+    async def schemas(self, kind: Kind) -> dict[str, Json]:
+        """Return the schema of each kind in the group and version of ``kind``, by name. Raises as ``get``."""
+        path = f"/openapi/v3/apis/{kind.api_version}"
+        answer = await self._call("get", "GET", kind, path)
+        schemas = (answer.get("components") or {}).get("schemas") or {}
+        return {name.rpartition(".")[2]: schema for name, schema in schemas.items()}
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Json:
         """Return an object. Raises Refusal (``absent`` if it does not exist) and Unreachable, as all calls do."""
         return await self._call("get", "GET", kind, self._path(kind, namespace, name))

@@ -1,9 +1,10 @@
-"""Definitions of our kinds that come after the operator, and go while it runs, in a cluster of its own."""
+"""Definitions of our kinds that come after the operator, are older, and go while it runs, in a cluster of its own."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from world import OURS, World, quickstart
 
 import operator_rights
@@ -32,7 +33,15 @@ def operator(bare: ControlPlane) -> Iterator[OperatorProcess]:
     running.process.end()
 
 
-def test_jobs_begin_when_the_definitions_have_come_and_when_they_have_come_again(
+def older_definition() -> str:
+    """Return the definition of a WeightSync without a field of its status."""
+    definition = yaml.safe_load((CRDS / "asyncflow.dev_weightsyncs.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    del schema["properties"]["status"]["properties"]["certificate"]
+    return yaml.safe_dump(definition)
+
+
+def test_jobs_begin_when_the_definitions_of_this_version_have_come_and_when_they_have_come_again(
     bare: ControlPlane, operator: OperatorProcess
 ) -> None:
     def begins(job: str) -> None:
@@ -42,6 +51,12 @@ def test_jobs_begin_when_the_definitions_have_come_and_when_they_have_come_again
 
     operator.process.start()
     wait_until(lambda: WAITS in operator.log, "the operator to wait", needs=[operator.process])
+    assert operator.get("/readyz")[0] == 503
+    for name in ("rljobs", "transferqueues"):
+        bare.kubectl("apply", "-f", str(CRDS / f"asyncflow.dev_{name}.yaml"))
+    bare.kubectl("apply", "-f", "-", manifest=older_definition())
+    says = "they lack WeightSync.status.certificate"
+    wait_until(lambda: says in operator.log, "it to wait for newer ones", needs=[operator.process])
     assert operator.get("/readyz")[0] == 503
     bare.install_crds(CRDS)
     operator.lead()
