@@ -20,6 +20,7 @@ from asyncflow_operator.actions import Delete, DriverOrder, Plan
 from asyncflow_operator.decide.admission import delete_gang, evicted, release_pods, requeue
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of
+from asyncflow_operator.decide.pending import held
 from asyncflow_operator.decide.progress import FIGURES, figures
 from asyncflow_operator.decide.replicas import next_attempt, removed
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
@@ -103,7 +104,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.add_first(
             [DriverOrder(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else []
         )
-        _set_suspended(draft, done=False)
+        _set_suspended(draft, done=False, message="Waits for the checkpoint")
         return draft.plan(figures=FIGURES)
     why = _why_suspended(state, spec, in_time=in_time, saves=saves)
     draft.delete_pods(removed(state.pods, draft.alarm, why=why))
@@ -115,7 +116,8 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
         draft.note("Suspended", f"All pods are deleted; suspend: false {_on_resume(spec)}")
-    _set_suspended(draft, done=done or status.phase == "Suspended")
+    left = "" if done else f"Waits until all pods are deleted. {held(state.pods)}".rstrip()
+    _set_suspended(draft, done=done or status.phase == "Suspended", message=left)
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
 
 
@@ -181,9 +183,9 @@ def _pods_to_keep(state: JobState, *, keeps_failures: bool) -> set[str]:
     return ended | {pod.uid for pod in candidates if pod.role == "driver"}
 
 
-def _set_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
+def _set_suspended(draft: Draft[JobStatus], *, done: bool, message: str) -> None:
     reason = "Suspended" if done else "Suspending"
-    draft.conditions.set("Suspended", done, reason)
+    draft.conditions.set("Suspended", done, reason, message)
     _set_inactive(draft, reason=reason, message="")
 
 

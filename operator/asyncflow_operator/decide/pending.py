@@ -127,9 +127,6 @@ def why_lacking(
         return Obstacle("NodeLost", f"{counts}: {pod.node} does not answer. {reaction}")
     if deleting := [pod for pod in affected if pod.deleting]:
         pod = deleting[0]
-        if pod.forced and pod.finalizers:
-            held = f"{pod.name} is deleted, but the finalizer {', '.join(pod.finalizers)} keeps its name"
-            return Obstacle("Terminating", f"{counts}: {held}. The client that set it must remove it")
         limit = f"at the latest {duration(OVERDUE_S)} after its grace period"
         return Obstacle("Terminating", f"{counts}: {pod.name} is being deleted on {pod.node}, then replaced, {limit}")
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
@@ -142,6 +139,15 @@ def why_lacking(
         pod = unready[0]
         return Obstacle("NotReady", f"{counts}: {pod.name} on {pod.node} is not ready. Check its log and its node")
     return Obstacle("Starting", f"{counts}; {'it is being replaced' if ran else 'the rest starts after them'}")
+
+
+def held(pods: Iterable[PodView]) -> str:
+    """Return which of ``pods`` has ended and still exists because of a finalizer of another client, "" for none."""
+    for pod in sorted(pods, key=lambda pod: pod.name):
+        if pod.deleting and pod.forced and pod.finalizers:
+            kept = f"{pod.name} is deleted, but the finalizer {', '.join(pod.finalizers)} keeps its name"
+            return f"{kept}. The client that set it must remove it"
+    return ""
 
 
 def _is_ignored(pod: PodView, alarm: Alarm) -> bool:
@@ -166,13 +172,17 @@ def _of(role: Role, pods: Iterable[PodView]) -> list[PodView]:
 
 
 def _is_blocked(pod: PodView) -> bool:
-    held = pod.gated or pod.unschedulable or pod.waiting in _IMAGE or pod.waiting in _CONFIG
-    return pod.phase == "Pending" and not pod.deleting and bool(held or pod.waiting_message)
+    if pod.deleting:
+        return bool(held([pod]))
+    stopped = pod.gated or pod.unschedulable or pod.waiting in _IMAGE or pod.waiting in _CONFIG
+    return pod.phase == "Pending" and bool(stopped or pod.waiting_message)
 
 
 def _of_pod(
     pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
 ) -> Obstacle:
+    if pod.deleting:
+        return Obstacle("Terminating", held([pod]))
     if pod.gated:
         return Obstacle("Gated", f"{pod.name} is held by a scheduling gate until {_scheduler_name(gang)} admits it")
     if pod.unschedulable:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from model import World
-from model_samples import DESIRED, JOB, QUEUE, START, dead, job_of, names
+from model_samples import DESIRED, JOB, QUEUE, START, dead, job_of, names, pod_view
 
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.decide.job import decide_job
@@ -132,6 +132,25 @@ def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
     assert all(pod.deleting for pod in world.pods.values())
     world.settle()
     assert world.status.phase == "Suspended"
+
+
+def test_what_a_job_that_is_suspended_waits_for_is_said():
+    world = running()
+    world.edit(suspend=True)
+    world.see_all()
+    world.reconcile(JOB)
+    assert condition(world, "Suspended").message == "Waits for the checkpoint"
+    kept = pod_view("rollout", deleting=True, forced=True, finalizers=("example.com/hold",))
+    state = JobState(
+        owner=Owner(kind="RLJob", namespace="team", name="demo", uid="u"),
+        job=job_of(suspend=True),
+        status=JobStatus(phase="Suspending"),
+        pods=(kept,),
+    )
+    conditions = decide_job(state, now=START, desired=DESIRED).status["conditions"]
+    (suspended,) = (each for each in conditions if each["type"] == "Suspended")
+    assert suspended["reason"] == "Suspending"
+    assert suspended["message"].startswith("Waits until all pods are deleted. demo-rollout-0 is deleted, but the final")
 
 
 def test_a_job_that_never_ran_is_suspended_at_once():

@@ -142,11 +142,16 @@ def test_a_node_that_does_not_answer_is_named():
     assert leaving.reason == "Terminating"
     assert "demo-trainer-0 is being deleted on node-1" in leaving.message
     assert "--force" not in found.message + leaving.message
-    forced = {"ready": False, "deleting": True, "forced": True, "finalizers": ("example.com/hold",)}
-    held = lacking(pod_view("trainer", **forced)).message
-    assert "demo-trainer-0 is deleted, but the finalizer example.com/hold keeps its name" in held
     other = pod_view("rollout", ready=False, unreachable=True)
     assert why_lacking(["trainer 0/1"], [other], ran=True, alarm=Alarm(START)).reason == "Starting"
+
+
+def test_a_pod_that_a_finalizer_keeps_is_named_even_if_enough_others_run():
+    kept = {"ready": False, "deleting": True, "forced": True, "finalizers": ("example.com/hold",)}
+    found = why(pod_view("trainer"), pod_view("rollout"), pod_view("rollout", 1, **kept))
+    assert found.reason == "Terminating"
+    assert found.message.startswith("demo-rollout-1 is deleted, but the finalizer example.com/hold keeps its name")
+    assert why(pod_view("rollout", 1, **kept | {"forced": False})) is None
 
 
 def test_a_process_that_starts_is_not_yet_said_to_be_unready():
