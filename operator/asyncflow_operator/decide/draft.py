@@ -22,7 +22,7 @@ from asyncflow_operator.actions import Action, Delete, Note, Plan
 from asyncflow_operator.decide.naming import NO_SYNC
 from asyncflow_operator.decide.secrets import SecretUpkeep
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
-from asyncflow_operator.observed import Manifest, Owner, Ref
+from asyncflow_operator.observed import Denial, Manifest, Owner, Ref
 
 Status = Literal["True", "False", "Unknown"]
 
@@ -122,13 +122,15 @@ def _dump(status: S) -> dict[str, Any]:
 class Draft(Generic[S]):
     """Draft of a plan.
 
-    before: the status as last written; fields: its changed fields; first, then: the stages of the plan; records: the
-    entries of the status for Secrets, to add once they have been written.
+    before: the status as last written; denied: the API server's refusals so far; fields: the changed fields of the
+    status; first, then: the stages of the plan; records: the entries of the status for Secrets, to add once they have
+    been written.
     """
 
     owner: Owner
     before: S
     now: float
+    denied: Collection[Denial] = ()
     conditions: ConditionSet = field(init=False)
     alarm: Alarm = field(init=False)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -151,10 +153,15 @@ class Draft(Generic[S]):
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
     def delete_pods(self, deletes: Iterable[Delete]) -> None:
-        """Delete pods, with an event for each reason, and a warning for each pod whose node does not confirm it."""
+        """Delete pods, with an event for each reason, and a warning for each pod whose node does not confirm it. A pod
+        whose deletion is refused has no further event.
+        """
+        refused = {denial.ref for denial in self.denied}
         names_by_reason: dict[str, list[str]] = {}
         for delete in deletes:
             self.first.append(delete)
+            if delete.ref in refused:
+                continue
             if delete.grace_s == 0:
                 message = "its node does not confirm the deletion, so it is removed from the API server"
                 self.note("NodeLost", f"{delete.ref.name}: {message}", warning=True)

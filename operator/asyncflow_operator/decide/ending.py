@@ -20,7 +20,7 @@ from asyncflow_operator.actions import Delete, DriverOrder, Plan
 from asyncflow_operator.decide.admission import delete_gang, evicted, release_pods, requeue
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of
-from asyncflow_operator.decide.pending import held
+from asyncflow_operator.decide.pending import held, why_denied
 from asyncflow_operator.decide.progress import FIGURES, figures
 from asyncflow_operator.decide.replicas import next_attempt, removed
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
@@ -116,7 +116,8 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
         draft.note("Suspended", f"All pods are deleted; suspend: false {_on_resume(spec)}")
-    left = "" if done else f"Waits until all pods are deleted. {held(state.pods)}".rstrip()
+    obstacle = why_denied(state.denied).message if state.denied else held(state.pods)
+    left = "" if done else f"Waits until all pods are deleted. {obstacle}".rstrip()
     _set_suspended(draft, done=done or status.phase == "Suspended", message=left)
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
 

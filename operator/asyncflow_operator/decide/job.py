@@ -77,7 +77,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
     job, phase = state.job, state.status.phase
     if state.owner.deleting or (job is not None and job.spec.managed_by not in (None, MANAGER)):
         return Plan()
-    draft = Draft(owner=state.owner, before=state.status, now=now)
+    draft = Draft(owner=state.owner, before=state.status, now=now, denied=state.denied)
     if job is None:
         draft.add_first(() if state.status.begun else delete_gang(state.objects, why="the job is refused"))
         return refuse(draft, problem=state.problem, reason=state.problem_reason)

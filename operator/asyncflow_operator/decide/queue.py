@@ -54,7 +54,7 @@ def decide_queue(state: TransferQueueState, *, now: float, desired: DesiredQueue
     """Return the plan for a queue as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
-    draft = Draft(owner=state.owner, before=state.status, now=now)
+    draft = Draft(owner=state.owner, before=state.status, now=now, denied=state.denied)
     if state.job is not None:
         setting = _of_job(state, state.job)
         accept(draft, problem="", reason="", message=f"It follows RLJob {state.job.owner.name}: change that instead")

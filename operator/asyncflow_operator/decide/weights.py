@@ -55,7 +55,7 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     """Return the plan for a WeightSync as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
-    draft = Draft(owner=state.owner, before=state.status, now=now)
+    draft = Draft(owner=state.owner, before=state.status, now=now, denied=state.denied)
     if state.sync is None:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     accept(draft, problem=state.problem, reason=state.problem_reason)

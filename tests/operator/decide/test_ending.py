@@ -8,7 +8,7 @@ from model_samples import DESIRED, JOB, QUEUE, START, dead, job_of, names, pod_v
 
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.decide.job import decide_job
-from asyncflow_operator.observed import DriverProbe, JobState, Owner
+from asyncflow_operator.observed import Denial, DriverProbe, JobState, Owner, Ref
 
 CLAIMS = {"ledger": {"claim": {"size": "1Gi"}}, "checkpoints": {"claim": {"size": "1Gi"}}}
 
@@ -147,10 +147,22 @@ def test_what_a_job_that_is_suspended_waits_for_is_said():
         status=JobStatus(phase="Suspending"),
         pods=(kept,),
     )
+    assert suspended_because(state).startswith(
+        "Waits until all pods are deleted. demo-rollout-0 is deleted, but the finalizer example.com/hold keeps its name"
+    )
+    deletion = Denial(Ref("Pod", "demo-rollout-0"), "no pod may be deleted", missing=False)
+    refused = replace(state, pods=(pod_view("rollout"),), denied=(deletion,))
+    assert "refused Pod/demo-rollout-0: no pod may be deleted" in suspended_because(refused)
+    (action,) = decide_job(refused, now=START, desired=DESIRED).stages[0]
+    assert action.ref == deletion.ref
+    assert not decide_job(refused, now=START, desired=DESIRED).notes
+
+
+def suspended_because(state: JobState) -> str:
     conditions = decide_job(state, now=START, desired=DESIRED).status["conditions"]
     (suspended,) = (each for each in conditions if each["type"] == "Suspended")
     assert suspended["reason"] == "Suspending"
-    assert suspended["message"].startswith("Waits until all pods are deleted. demo-rollout-0 is deleted, but the final")
+    return suspended["message"]
 
 
 def test_a_job_that_never_ran_is_suspended_at_once():
