@@ -189,13 +189,13 @@ def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> FailureRes
 
 
 def _note_of(role: Role, pod: PodView, end: PodEnd) -> Note:
-    ended = _ended(pod) if end is PodEnd.FAILED else f"{pod.name} {end}"
+    """Return the event about the end of a pod, with its last words if it failed: its log is deleted with the pod."""
     reaction = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
-    return Note(
-        type="Warning" if end is PodEnd.FAILED else "Normal",
-        reason=f"{kind_of_role(role.name).capitalize()}{'Failed' if end is PodEnd.FAILED else 'Gone'}",
-        message=f"{ended}: {reaction}",
-    )
+    kind = kind_of_role(role.name).capitalize()
+    if end is not PodEnd.FAILED:
+        return Note(type="Normal", reason=f"{kind}Gone", message=f"{pod.name} {end}: {reaction}")
+    message = f"{_ended(pod)}: {reaction}. {_last_words(pod)}".removesuffix(". ")
+    return Note(type="Warning", reason=f"{kind}Failed", message=message)
 
 
 def _ended(pod: PodView) -> str:

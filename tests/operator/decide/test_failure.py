@@ -74,6 +74,16 @@ def test_a_failure_is_entered_once_however_often_it_is_seen():
     assert again.notes == ()
 
 
+def test_the_event_of_a_failure_ends_with_the_last_words():
+    said = replace(dead("rollout"), last_words="Traceback ...\n  CUDA out of memory")
+    message = ends([said]).notes[0].message
+    assert message.endswith("exit code 1: it is replaced. Its last words: Traceback ... CUDA out of memory")
+    evicted = {"exit_code": None, "exit_reason": "Evicted", "last_words": "The pod uses more disk than 1Gi"}
+    message = ends([replace(said, **evicted)]).notes[0].message
+    assert message.endswith("no exit code (Evicted): it is replaced. Its last words: The pod uses more disk than 1Gi")
+    assert ends([replace(said, last_words="")]).notes[0].message.endswith("exit code 1: it is replaced")
+
+
 def test_a_pod_that_was_taken_away_uses_no_budget_but_has_a_new_attempt():
     for pod in (dead("rollout", disrupted=True), pod_view("rollout", deleting=True)):
         found = ends([pod])
