@@ -184,7 +184,8 @@ def _of_pod(
     if pod.deleting:
         return Obstacle("Terminating", held([pod]))
     if pod.gated:
-        return Obstacle("Gated", f"{pod.name} is held by a scheduling gate until {_scheduler_name(gang)} admits it")
+        gate = f"the scheduling gate {', '.join(pod.gates)}"
+        return Obstacle("Gated", f"{pod.name} is held by {gate} until {_scheduler_name(gang)} admits it")
     if pod.unschedulable:
         return _unschedulable(pod, needs, nodes, claims, gang)
     if pod.waiting in _IMAGE:
@@ -244,7 +245,7 @@ def _display_name(resource: str) -> str:
 
 
 def _scheduler_name(gang: str) -> str:
-    return {"volcano": "Volcano", "kueue": "Kueue"}.get(gang, "the scheduler that set the gate")
+    return {"volcano": "Volcano", "kueue": "Kueue"}.get(gang, "the client that set it")
 
 
 def _because(pod: PodView) -> str:

@@ -95,7 +95,7 @@ def test_where_arithmetic_says_nothing_the_scheduler_does():
         ),
         (pending("rollout", waiting="ErrImagePull"), "ImagePull", "cannot pull its image: ErrImagePull. "),
         (pending("rollout", waiting_message="too slow."), "Waiting", "waits: Pending: too slow"),
-        (pending("rollout", gated=True), "Gated", "scheduling gate"),
+        (pending("rollout", gated=True, gates=("mine.io/hold",)), "Gated", "scheduling gate mine.io/hold"),
         (
             pending("rollout", waiting="ContainerCreating", waiting_message="MountVolume failed"),
             "Waiting",
