@@ -176,12 +176,24 @@ class PlanExecutor:
         """Create an object. Returns None if the owner already has it; the watch will report it."""
         try:
             if kind is POD:
-                return await self._api.create(kind, owner.namespace, manifest)
+                return await self._create_pod(owner, manifest)
             return await self._api.make(kind, owner.namespace, manifest)
         except Refusal as refused:
             if not refused.exists:
                 raise
             return await self._recover(owner, kind, manifest, refused)
+
+    async def _create_pod(self, owner: Owner, manifest: Manifest) -> Json:
+        """Create a pod. If the admission of the cluster has changed one of its labels, which say what it is, it is
+        deleted, and Refusal is raised.
+        """
+        raw = await self._api.create(POD, owner.namespace, manifest)
+        meta = raw["metadata"]
+        if changed := manifest["metadata"]["labels"].items() - (meta.get("labels") or {}).items():
+            why = f"a policy or webhook changed its label {min(changed)[0]}"
+            await self._delete(owner, Delete(ref=Ref(POD.name, meta["name"]), uid=meta["uid"], why=why))
+            raise Refusal(f"{why}, so it was deleted", where=f"create {POD.plural}", status=403)
+        return raw
 
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
         """Repair and return an object of the owner that no watch reports because its labels were removed.
