@@ -2,7 +2,7 @@
 
 Invariants: an observation only reads data that the operator already has and sends no request to the server. Pods and
 objects that remain of a deleted resource of the same name are shown as being deleted: their names are not free yet, and
-their ends do not count as failures.
+their ends are not those of the new resource.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from asyncflow_operator.desired.gang import refers_to
 from asyncflow_operator.desired.objects import digest
 from asyncflow_operator.drivers import LEADERS
 from asyncflow_operator.observed import (
+    LEFT_BEHIND,
     Denial,
     DriverProbe,
     JobState,
@@ -367,7 +368,7 @@ def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[P
         left_behind = entry.owner not in owners
         if entry.kind == POD.name:
             pod: PodView = entry.view
-            pods.append(replace(pod, deleting=True) if left_behind else pod)
+            pods.append(replace(pod, deleting=True, attempt=LEFT_BEHIND) if left_behind else pod)
         else:
             view = _as_object(entry.view) if entry.kind in _CUSTOM else entry.view
             objects[view.ref] = replace(view, deleting=True) if left_behind else view

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.queue import QueueStatus, TransferQueue
@@ -59,10 +59,15 @@ class Owner:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
+LEFT_BEHIND: Final = -1
+"""Attempt before all others, of a pod whose end is not one of the present resource."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """One pod that the operator created.
 
+    attempt: ``LEFT_BEHIND`` for a pod that remains of a deleted resource of the same name.
     digest: digest of the inputs from which the pod was built.
     outdated: whether the pod has not started and the spec in force would build it differently.
     phase: the pod's phase, or the result of its main container once that has ended, even if other containers run.

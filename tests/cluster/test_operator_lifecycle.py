@@ -25,6 +25,7 @@ JOBS = {
     "paused": {},
     "late": {"limits": {"activeDeadlineSeconds": 5}},
     "foreign": {"managedBy": "example.org/mine"},
+    "again": {},
 }
 
 LATE = {"id": "worker-1", "version": 1, "lag": 2, "cause": "receiving θ_3, 40% of it here"}
@@ -195,6 +196,26 @@ def test_a_job_that_takes_too_long_fails(jobs: dict[str, OneJob]) -> None:
     job = jobs["late"]
     job.until_phase("Failed")
     assert "limits.activeDeadlineSeconds (5s)" in job.until_says("Failed", "DeadlineExceeded")
+
+
+def test_a_job_of_the_same_name_waits_for_pods_that_still_end_and_starts_afresh(jobs: dict[str, OneJob]) -> None:
+    job = jobs["again"]
+    job.until_phase("Running")
+    job.until(job.is_whole, "all pods")
+    earlier = job.uids()
+    for seat in earlier:
+        job.annotate(seat, never_stop="true")
+    job.delete()
+    job.create()
+    job.until_says("WhyPending", "Terminating", "is being deleted")
+    for seat in earlier:
+        job.annotate(seat, never_stop=None)
+    job.until_phase("Running")
+    job.until(job.is_whole, "all pods")
+    assert not set(job.uids().values()) & set(earlier.values())
+    assert set(job.attempts().values()) == {"0"}
+    events = f"/api/v1/namespaces/jobs/events?fieldSelector=involvedObject.uid={job.job()['metadata']['uid']}"
+    assert {event["reason"] for event in job.plane.api.get(events)["items"]} <= {"Running"}
 
 
 def test_what_another_controller_manages_is_left_alone(jobs: dict[str, OneJob]) -> None:

@@ -146,7 +146,8 @@ def _new_ends(
 ) -> Iterator[tuple[PodView, PodEnd]]:
     for pod in pods:
         end = end_of(pod)
-        if end is None or pod.uid in record.counted or (role.gang and pod.attempt < record.attempt):
+        earlier = pod.attempt < (record.attempt if role.gang else 0)
+        if end is None or earlier or pod.uid in record.counted:
             continue
         if end is PodEnd.DONE and (role.leader or alarm.until((pod.finished or 0.0) + role.restart.dismissed_s)):
             continue

@@ -29,7 +29,7 @@ from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Delete, DriverOrder, Note
 from asyncflow_operator.decide.failure import may_be_replaced, starts_at
 from asyncflow_operator.decide.times import Alarm
-from asyncflow_operator.observed import PodView, Ref
+from asyncflow_operator.observed import LEFT_BEHIND, PodView, Ref
 
 ENDED: Final = "it has ended, and is replaced under the same name"
 OUTDATED: Final = "it has not started, and is replaced because the spec has changed"
@@ -71,8 +71,10 @@ def removed(pods: Iterable[PodView], alarm: Alarm, *, why: str) -> tuple[Delete,
 
 
 def replaced(role: Role, pods: Collection[PodView], record: RoleRecord, alarm: Alarm) -> tuple[Delete, ...]:
-    """Return the deletions of the pods to replace: those that ended and whose backoff is over, and outdated ones."""
-    ended = (pod for pod in pods if may_be_replaced(role.restart, record, pod, alarm))
+    """Return the deletions of the pods to replace: those that are left behind, those that ended and whose backoff is
+    over, and outdated ones.
+    """
+    ended = (pod for pod in pods if pod.attempt == LEFT_BEHIND or may_be_replaced(role.restart, record, pod, alarm))
     return removed(ended, alarm, why=ENDED) + removed((pod for pod in pods if pod.outdated), alarm, why=OUTDATED)
 
 

@@ -21,7 +21,7 @@ from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.desired.blueprint import requested_by_job
 from asyncflow_operator.desired.objects import digest
 from asyncflow_operator.observe import ENDING_S, Observer, RefusalRecord
-from asyncflow_operator.observed import Denial, DriverProbe, Owner, Ref
+from asyncflow_operator.observed import LEFT_BEHIND, Denial, DriverProbe, Owner, Ref
 from asyncflow_operator.reconcile import CachedDesired, Reconciler
 from asyncflow_operator.references import Key, References
 from asyncflow_operator.telemetry import Metrics
@@ -288,7 +288,7 @@ def test_objects_of_an_earlier_job_of_the_name_are_seen_as_ending(world: World) 
     job = world.observer.resource(JOB)
     assert job is not None
     state = world.observer.job(job)
-    assert [pod.deleting for pod in state.pods] == [True]
+    assert [(pod.deleting, pod.attempt) for pod in state.pods] == [(True, LEFT_BEHIND)]
     assert [view.deleting for view in state.objects.values()] == [True]
     own = world.observer.resource(Key("TransferQueue", "ns", "quickstart"))
     assert own is not None

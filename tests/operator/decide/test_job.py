@@ -11,8 +11,9 @@ from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pod_view
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
+from asyncflow_operator.decide.replicas import OVERDUE_S
 from asyncflow_operator.decide.upkeep import needs
-from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref
+from asyncflow_operator.observed import LEFT_BEHIND, JobState, ObjectView, Owner, Ref
 from asyncflow_operator.reconcile import CachedDesired
 
 HOUR = 3600
@@ -371,6 +372,28 @@ def test_a_pod_needs_the_policies_that_are_about_it_and_no_others():
     assert set(absent) == both | {Ref("NetworkPolicy", "demo.driver")}
     assert needs(DESIRED.pod(state, "rollout", 0, 0), absent) == both
     assert needs(DESIRED.pod(state, "trainer", 0, 0), absent) == {Ref("NetworkPolicy", "demo")}
+
+
+def test_pods_of_an_earlier_job_keep_their_names_and_their_ends_are_not_those_of_the_new_one():
+    world = World(job_of())
+    world.settle()
+    earlier = {name: replace(pod, deleting=True, attempt=LEFT_BEHIND) for name, pod in world.pods.items()}
+    world = World(job_of())
+    world.pods = dict(earlier)
+    for _ in range(9):
+        world.see_all()
+        world.reconcile(JOB)
+        world.reconcile(QUEUE)
+    assert world.pods == earlier
+    assert condition(world, "WhyPending").reason == "Terminating"
+    world.seen_pods = {name: replace(pod, ends_by=world.now - OVERDUE_S) for name, pod in earlier.items()}
+    deletions = [action for ref in (JOB, QUEUE) for stage in world.decide(ref).stages for action in stage]
+    assert {each.ref.name: each.grace_s for each in deletions if isinstance(each, Delete)} == dict.fromkeys(earlier, 0)
+    world.pods.clear()
+    world.settle()
+    assert names(world.pods.values()) == ALL
+    assert {pod.attempt for pod in world.pods.values()} == {0}
+    assert [note for note in world.notes if note.endswith("Gone")] == []
 
 
 def test_pods_wait_for_objects_of_an_earlier_job_to_go():
