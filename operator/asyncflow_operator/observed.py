@@ -82,6 +82,7 @@ class PodView:
     started: when the container started.
     exit_code, exit_reason, last_words: how the container ended, None and "" before that.
     disrupted: whether the cluster ended it (eviction, preemption, a lost or rebooted node); that is not a failure.
+    disruption: what the cluster says about that.
     """
 
     name: str
@@ -116,6 +117,7 @@ class PodView:
     exit_reason: str = ""
     last_words: str = ""
     disrupted: bool = False
+    disruption: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,7 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         phase = "Failed" if ended.get("exitCode") else "Succeeded"
     waiting, waiting_message = _waiting(status)
     scheduled = conditions.get("PodScheduled") or {}
+    disruption = conditions["DisruptionTarget"] if _holds(conditions, "DisruptionTarget") else {}
     reason = str(status.get("reason", ""))
     started = _not_after_now(
         running.get("startedAt") or ended.get("startedAt"), before.started if before else None, now
@@ -100,11 +101,12 @@ def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView
         exit_code=end.get("exitCode"),
         exit_reason=str(end.get("reason") or reason or init_end),
         last_words=str(end.get("message") or status.get("message") or init_message)[-_LAST_WORDS:],
-        disrupted=_holds(conditions, "DisruptionTarget")
+        disrupted=bool(disruption)
         or reason in _CLUSTER_REASONS
         or (reason == _EVICTED and started is None)
         or reason.startswith(_OUT_OF)
         or ended.get("reason") == _UNSEEN,
+        disruption=str(disruption.get("message", "")),
     )
 
 

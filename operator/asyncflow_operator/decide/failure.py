@@ -194,7 +194,8 @@ def _note_of(role: Role, pod: PodView, end: PodEnd) -> Note:
     reaction = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
     kind = kind_of_role(role.name).capitalize()
     if end is not PodEnd.FAILED:
-        return Note(type="Normal", reason=f"{kind}Gone", message=f"{pod.name} {end}: {reaction}")
+        by = f" ({' '.join(pod.disruption.split())[:_LAST_WORDS]})" if pod.disruption else ""
+        return Note(type="Normal", reason=f"{kind}Gone", message=f"{pod.name} {end}{by}: {reaction}")
     message = f"{_ended(pod)}: {reaction}. {_last_words(pod)}".removesuffix(". ")
     return Note(type="Warning", reason=f"{kind}Failed", message=message)
 

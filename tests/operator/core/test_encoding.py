@@ -43,7 +43,7 @@ MANIFESTS = st.dictionaries(WORDS, CONTENT, max_size=3)
 REFS = st.builds(Ref, WORDS, WORDS)
 PODS = st.builds(
     PodView,
-    **dict.fromkeys(("name", "uid", "role", "digest", "node", "ip", "waiting", "last_words"), WORDS),
+    **dict.fromkeys(("name", "uid", "role", "digest", "node", "ip", "waiting", "last_words", "disruption"), WORDS),
     **dict.fromkeys(("ready", "deleting", "forced", "unreachable", "leftover", "gated", "disrupted"), FLAGS),
     **dict.fromkeys(("index", "attempt"), st.integers(0, 9)),
     **dict.fromkeys(("ends_by", "started", "finished"), MAYBE_TIMES),

@@ -105,8 +105,10 @@ def test_a_pod_that_its_kubelet_evicts_beyond_its_own_limit_has_failed() -> None
     evicted = {"phase": "Failed", "reason": "Evicted", "message": words, "containerStatuses": [ended(0)]}
     view = pod_view(pod(**evicted))
     assert (end_of(view), view.exit_reason, view.last_words) == (PodEnd.FAILED, "Evicted", words)
-    node_is_short = {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert end_of(pod_view(pod(**evicted | node_is_short))) is PodEnd.EVICTED
+    why = "The node was low on resource: memory."
+    node_is_short = {"conditions": [{"type": "DisruptionTarget", "status": "True", "message": why}]}
+    view = pod_view(pod(**evicted | node_is_short))
+    assert (end_of(view), view.disruption) == (PodEnd.EVICTED, why)
 
 
 UNSEEN = {

@@ -74,6 +74,16 @@ def test_a_failure_is_entered_once_however_often_it_is_seen():
     assert again.notes == ()
 
 
+def test_the_event_of_a_deletion_says_what_the_cluster_says_about_it():
+    preempted = "default-scheduler: preempting to accommodate a higher priority pod"
+    gone = replace(pod_view("rollout"), deleting=True, disrupted=True, disruption=preempted)
+    (note,) = ends([gone]).notes
+    assert (note.type, note.reason) == ("Normal", "RolloutGone")
+    assert note.message == f"demo-rollout-0 was deleted ({preempted}): it is replaced"
+    (note,) = ends([replace(gone, disruption="")]).notes
+    assert note.message == "demo-rollout-0 was deleted: it is replaced"
+
+
 def test_the_event_of_a_failure_ends_with_the_last_words():
     said = replace(dead("rollout"), last_words="Traceback ...\n  CUDA out of memory")
     message = ends([said]).notes[0].message
