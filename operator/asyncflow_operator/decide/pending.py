@@ -43,6 +43,7 @@ _REMEDIES: Final = {
     "must specify": "Set it in podSpec, or create a LimitRange with defaults",
     "quota": "Raise the quota or request less",
     "already exists": "It belongs to another owner: delete it, or choose another name",
+    "in API group": "The operator lacks this right: upgrade its roles, which belong to its chart",
     "page not found": "Install the definition of that kind, or remove it from spec.scheduling",
 }
 EVENT_REASONS: Final = frozenset(("Denied", "ApiFailed"))

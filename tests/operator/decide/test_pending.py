@@ -195,6 +195,9 @@ def test_the_obstacle_that_stops_everything_comes_first():
     assert denied.message.endswith("for: asyncflow. Set it in podSpec, or create a LimitRange with defaults")
     denied = why(denied=[Denial(Ref("PodGroup", "demo"), "404 page not found", missing=True)])
     assert denied.message.endswith("Install the definition of that kind, or remove it from spec.scheduling")
+    right = 'services "demo" is forbidden: User "the-operator" cannot patch resource "services" in API group "" in ...'
+    denied = why(denied=[Denial(Ref("Service", "demo"), right, missing=True)])
+    assert denied.message.endswith("The operator lacks this right: upgrade its roles, which belong to its chart")
     workload = Denial(Ref("Workload", "demo"), "exceeded quota: workloads", missing=True)
     assert [why(gang="kueue").reason, why(denied=[workload], gang="kueue").reason] == ["Gang", "Denied"]
     assert (
