@@ -1,5 +1,6 @@
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -64,10 +65,15 @@ def test_a_folder_without_a_manifest_is_nothing(tmp_path: Path) -> None:
     assert (latest.folder / "data").read_bytes() == b"weights"
 
 
-def test_tensors_are_as_readable_as_the_other_files_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_tensors_are_as_readable_as_the_other_files_of_a_run(tmp_path: Path, umask: int, mode: int) -> None:
     manifest = CheckpointManifest(attempt=0, step=5, samples=40)
-    Checkpoints(tmp_path).write(manifest, lambda folder: save_file({"w": np.zeros(2)}, folder / "w.safetensors"))
-    assert (tmp_path / "step-000005" / "w.safetensors").stat().st_mode & 0o777 == 0o644
+    before = os.umask(umask)
+    try:
+        Checkpoints(tmp_path).write(manifest, lambda folder: save_file({"w": np.zeros(2)}, folder / "w.safetensors"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "step-000005" / "w.safetensors").stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])

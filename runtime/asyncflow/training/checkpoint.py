@@ -27,6 +27,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -305,8 +306,9 @@ def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[S
     """
     found = [path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith(_RANK)]
     files = sorted(path for path in found if path.is_file())
+    readable = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for path in files:
-        path.chmod(0o644)  # as that of all other files of a run; safetensors gives access to the owner only
+        path.chmod(readable)  # by whom the folder is; safetensors gives access to the owner only
         sync(path)
         handled(path.stat().st_size)
     for path in (*(path for path in found if path.is_dir()), folder):
