@@ -21,7 +21,7 @@ from asyncflow_operator.decide.admission import delete_gang, evicted, release_po
 from asyncflow_operator.decide.draft import Draft
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of
 from asyncflow_operator.decide.pending import held, why_denied
-from asyncflow_operator.decide.progress import FIGURES, figures
+from asyncflow_operator.decide.progress import FIGURES, figures, one_line
 from asyncflow_operator.decide.replicas import next_attempt, removed
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import JobState, PodView, Ref
@@ -114,11 +114,12 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.add_first(delete_gang(state.objects, why=why) if spec.suspend else requeue(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
-        draft.fields |= {"eta": "", "waiting_for": ""}
+        draft.fields["eta"] = ""
         draft.note("Suspended", f"All pods are deleted; suspend: false {_on_resume(spec)}")
     obstacle = why_denied(state.denied).message if state.denied else held(state.pods)
-    left = "" if done else f"Waits until all pods are deleted. {obstacle}".rstrip()
-    _set_suspended(draft, done=done or status.phase == "Suspended", message=left)
+    suspended = done or status.phase == "Suspended"
+    left = "" if suspended else f"Waits until all pods are deleted. {obstacle}".rstrip()
+    _set_suspended(draft, done=suspended, message=left)
     return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
 
 
@@ -187,6 +188,7 @@ def _pods_to_keep(state: JobState, *, keeps_failures: bool) -> set[str]:
 def _set_suspended(draft: Draft[JobStatus], *, done: bool, message: str) -> None:
     reason = "Suspended" if done else "Suspending"
     draft.conditions.set("Suspended", done, reason, message)
+    draft.fields["waiting_for"] = one_line(message)
     _set_inactive(draft, reason=reason, message="")
 
 

@@ -42,6 +42,7 @@ def test_a_suspended_job_has_saved_and_released_everything():
     assert condition(world, "Suspended").status == "True"
     assert condition(world, "Ready").status == "False"
     assert (world.status.start_time, world.status.replicas, world.status.ready_rollouts) == (None, 0, 0)
+    assert world.status.waiting_for == ""
     assert world.notes.count("Suspended") == 1
 
 
@@ -140,6 +141,7 @@ def test_what_a_job_that_is_suspended_waits_for_is_said():
     world.see_all()
     world.reconcile(JOB)
     assert condition(world, "Suspended").message == "Waits for the checkpoint"
+    assert world.status.waiting_for == "Waits for the checkpoint"
     kept = pod_view("rollout", deleting=True, forced=True, finalizers=("example.com/hold",))
     state = JobState(
         owner=Owner(kind="RLJob", namespace="team", name="demo", uid="u"),
