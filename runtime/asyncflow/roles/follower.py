@@ -108,6 +108,8 @@ async def serve_newest(
             runner = await serve_routes(routes, host=context.host, port=options.serve_port)
             stack.push_async_callback(runner.cleanup)
             log.info("serves %s", ", ".join(f"http://{host}:{port}/v1" for host, port, *_ in runner.addresses))
+        else:
+            log.warning("this engine has no inference service, unlike the engine vllm; it only loads the weights")
 
         def join(status: Callable[[], Status]) -> tuple[Follower, WeightLoader]:
             follower = Follower(
