@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -114,6 +115,24 @@ def test_an_option_that_the_template_does_not_read_is_refused(folder: Path, tmp_
 def test_what_the_template_refuses_is_a_manifest_error(folder: Path) -> None:
     with pytest.raises(ManifestError, match="who is pope"):
         Tokenizer.load(folder).chat([{"role": "pope", "content": ""}])
+
+
+def test_an_error_of_python_in_a_template_is_a_manifest_error(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(with_template(folder, tmp_path, "{{ messages | length + tools }}"))
+    with pytest.raises(ManifestError, match="refuses the messages: unsupported operand"):
+        tokenizer.chat(TURNS)
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 258}, {"text_config": {"vocab_size": 258}}])
+def test_a_token_that_the_model_does_not_know_is_refused(folder: Path, tmp_path: Path, config: dict) -> None:
+    core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.add_special_tokens(["<|new|>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("1+1") == [18, 12, 18]
+    with pytest.raises(ManifestError, match=r"'<\|new\|>', with the id 258 .* knows the ids below 258"):
+        tokenizer.encode("1<|new|>")
 
 
 def test_a_template_that_asks_for_the_day_is_always_told_the_same(folder: Path, tmp_path: Path) -> None:

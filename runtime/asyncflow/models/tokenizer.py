@@ -43,7 +43,8 @@ class Tokenizer:
     """The tokenizer of one model folder.
 
     eos_ids: the ids that end a response, sorted; pad_id: the padding id, or the first of eos_ids if the folder names
-    none; vocab_size: the number of ids of the tokenizer itself (the model's embedding may be larger).
+    none; vocab_size: the number of ids of the tokenizer itself (the model's embedding may be larger); embeddings: the
+    number of ids that the model knows, None if it is not stated.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Tokenizer:
         *,
         eos_ids: Sequence[int],
         pad_id: int,
+        embeddings: int | None = None,
         chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self.eos_ids = tuple(sorted(eos_ids))
         self.pad_id = pad_id
+        self.embeddings = embeddings
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -85,8 +88,9 @@ class Tokenizer:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: text for name in names if (text := _token_text(settings.get(name)))}
         named = [core.token_to_id(special["eos_token"])] if "eos_token" in special else []
-        for source in ("config.json", "generation_config.json"):
-            ids = _json(folder / source).get("eos_token_id")
+        config = _json(folder / "config.json")
+        for source in (config, _json(folder / "generation_config.json")):
+            ids = source.get("eos_token_id")
             named += ids if isinstance(ids, list) else [ids]
         eos = {int(token) for token in named if token is not None}
         if not eos:
@@ -98,13 +102,24 @@ class Tokenizer:
             core,
             eos_ids=sorted(eos),
             pad_id=min(eos) if pad is None else pad,
+            embeddings=config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size"),
             chat_templates=_chat_templates(folder, settings),
             special_tokens=special,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of ``text``; special tokens in it are recognised; ``add_special_tokens`` adds the others."""
+        """Return the ids of ``text``; special tokens in it are recognised; ``add_special_tokens`` adds the others.
+
+        Raises ManifestError if the text has a token that the model does not know.
+        """
         ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.embeddings is not None and (last := max(ids, default=0)) >= self.embeddings:
+            raise ManifestError(
+                f"a text has the token {self._core.id_to_token(last)!r}, with the id {last} in the tokenizer, "
+                f"and the model knows the ids below {self.embeddings}",
+                where="spec.model.source",
+                hint="Resize the embeddings of the model (resize_token_embeddings), or use its own tokenizer",
+            )
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -152,7 +167,7 @@ class Tokenizer:
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template may raise any error of Python
             raise ManifestError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text)
 
