@@ -1,5 +1,6 @@
 import io
 import os
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from asyncflow.api.status import (
     StepProgress,
     TaskState,
 )
+from asyncflow.driver.presence import MemberState
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import (
     ExitStatus,
@@ -55,8 +57,8 @@ RUNNING = DriverStatus(
 INSIDE = StepProgress(step=13, samples=128, generated=50, trained=20, running=64, tokens_per_second=900)
 
 
-def rendered(renderable):
-    console = Console(width=140, record=True, file=io.StringIO(), force_terminal=False)
+def rendered(renderable, *, width=140):
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     console.print(renderable)
     return console.export_text()
 
@@ -67,6 +69,17 @@ def frame(status, *, reachable=True):
         for i in range(2)
     ]
     return Frame(name="quick", folder="/runs/q", elapsed_s=75, status=status, reachable=reachable, placed=placed)
+
+
+def test_a_narrow_screen_shows_names_and_states_instead_of_parts_of_addresses():
+    members = [MemberState(role="rollout", index=i, state="generating", running=3, slots=8) for i in range(2)]
+    causes = {"rollout-1": "starved 51%, starting 42%"}
+    shown = replace(frame(RUNNING), members=members, causes=causes)
+    narrow, wide = rendered(screen(shown), width=80), rendered(screen(shown))
+    assert "http://127.0.0.1:19001/metrics" in wide
+    assert "http" not in narrow
+    for words in ("rollout-0", "rollout-1", "running", "starved", "generating"):
+        assert words in narrow
 
 
 def test_the_screen_shows_every_figure():

@@ -15,11 +15,11 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -254,7 +254,7 @@ _MOST_ROWS = 24
 def screen(frame: Frame) -> RenderableType:
     """Render a frame: headline, progress, figures, processes."""
     status = frame.status or DriverStatus()
-    parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _roles(frame)]
+    parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _Roles(frame)]
     if frame.queue:
         parts.insert(3, _queue(frame.queue))
     if status.waiting_for:
@@ -330,21 +330,25 @@ def _queue(tasks: Mapping[str, TaskDepth]) -> Table:
     return table
 
 
-def _roles(frame: Frame) -> Table:
+@dataclass(frozen=True)
+class _Roles:
+    """The table of processes; in a terminal of less than ``_WIDE`` columns without their pids and metrics addresses."""
+
+    frame: Frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield _roles(self.frame, wide=options.max_width >= _WIDE)
+
+
+def _roles(frame: Frame, *, wide: bool) -> Table:
     serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
     members = {(member.role, member.index): member for member in frame.members}
+    optional = {"pid": wide, "metrics": wide, "idle": bool(frame.causes), **dict.fromkeys(_PACES, bool(members))}
+    columns = [column for column in _COLUMNS if optional.get(column, True)]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in (
-        "role",
-        "pid",
-        "attempt",
-        "process",
-        *(_PACES if members else ()),
-        *(("idle",) if frame.causes else ()),
-        "metrics",
-        "state",
-    ):
-        table.add_column(column, justify="right" if column in _PACES else "left")
+    for column in columns:
+        justify: JustifyMethod = "right" if column in _PACES else "left"
+        table.add_column(column, justify=justify, no_wrap=column in _WHOLE)
     for placed in frame.placed[:_MOST_ROWS]:
         place = (placed.role, placed.index)
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
@@ -352,16 +356,17 @@ def _roles(frame: Frame) -> Table:
         member = members.get(place)
         missing = members and member is None and placed.state == "running" and placed.role != "driver"
         description = ", ".join(filter(None, (state, member.state if member is not None else "")))
-        table.add_row(
-            f"{placed.role}-{placed.index}",
-            str(placed.pid or ABSENT),
-            str(placed.attempt),
-            Text(placed.state, style=_STATES.get(placed.state, "")),
-            *(_pace(member, frame.paces.get(place)) if members else ()),
-            *((frame.causes.get(f"{placed.role}-{placed.index}", ""),) if frame.causes else ()),
-            placed.http and f"{placed.http}/metrics",
-            Text("not registered with the driver", style="yellow") if missing else description,
-        )
+        cells: dict[str, str | Text] = {
+            "role": f"{placed.role}-{placed.index}",
+            "pid": str(placed.pid or ABSENT),
+            "attempt": str(placed.attempt),
+            "process": Text(placed.state, style=_STATES.get(placed.state, "")),
+            **dict(zip(_PACES, _pace(member, frame.paces.get(place)), strict=True)),
+            "idle": frame.causes.get(f"{placed.role}-{placed.index}", ""),
+            "metrics": placed.http and f"{placed.http}/metrics",
+            "state": Text("not registered with the driver", style="yellow") if missing else description,
+        }
+        table.add_row(*(cells[column] for column in columns))
     if len(frame.placed) > _MOST_ROWS:
         table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", *[""] * (len(table.columns) - 1))
     return table
@@ -375,6 +380,10 @@ def idle_words(spent: Shares) -> str:
 
 _MOST_CAUSES, _LEAST_CAUSE = 3, 0.01
 _PACES = ("running", "tokens/s", "busy")
+_COLUMNS = ("role", "pid", "attempt", "process", *_PACES, "idle", "metrics", "state")
+_WHOLE = ("role", "process", "metrics")
+"""Columns that are not cut off in favour of others."""
+_WIDE = 130
 
 
 def _pace(member: MemberState | None, pace: ProcessPace | None) -> tuple[str, str, str]:
