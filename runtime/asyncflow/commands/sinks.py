@@ -12,6 +12,9 @@ from asyncflow.local.folder import JOB, check_run
 from asyncflow.telemetry.sinks.base import check_sink
 from asyncflow.telemetry.sinks.feed import feed
 
+_MOST = 400
+"""Most characters of a library's error that are shown: MLflow's begin with the reason, and quote all data after it."""
+
 
 def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
     """Write the missing figures of the run in this folder to the sinks of its job, or to one of them.
@@ -34,6 +37,6 @@ def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> Non
         except AsyncFlowError:
             raise
         except Exception as error:
-            message = " ".join(str(error).split()) or "no message"
+            message = " ".join(str(error).split())[:_MOST] or "no message"
             raise AsyncFlowError(f"{type(error).__name__}: {message}", where=f"sink {sink.kind}") from error
         click.echo(f"{sink.kind}: {written} lines written")
