@@ -379,6 +379,7 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
         ("samples", "RUN"),
         ("sinks", "RUN"),
         ("doctor", "RUN"),
+        ("top", "RUN"),
         ("ui", "RUN"),
     ],
     ids=lambda words: words[0],
