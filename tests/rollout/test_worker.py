@@ -661,7 +661,7 @@ async def test_a_response_that_cannot_be_written_ends_the_worker(world, monkeypa
     monkeypatch.setattr(SimulatedEngine, "generate", lambda *_: asyncio.sleep(0, replace(NOTHING, finish="stop")))
     await world.publish(0)
     await world.put([0], step=1, oldest=0)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="zero-size"):
         async with asyncio.timeout(10):
             await rollout.running
 
