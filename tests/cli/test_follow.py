@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from asyncflow.cli import invoke
-from asyncflow.local.folder import Record, RunFolder
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.record import Record
 
 
 @pytest.mark.parametrize("run", ["finished", "none"])

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.driver.presence import MemberState, TaskDepth, member_state
-from asyncflow.local.folder import Placed
+from asyncflow.local.record import Placed
 from asyncflow.rpc.membership import Member
 from asyncflow.view.pace import Paces, ProcessPace
 from asyncflow.view.render import Frame, screen

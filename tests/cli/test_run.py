@@ -14,7 +14,7 @@ import pytest
 from asyncflow import cli
 from asyncflow.api.load import load_job
 from asyncflow.commands.run import _print_progress, last_step
-from asyncflow.local.folder import load_record
+from asyncflow.local.record import load_record
 from asyncflow.models.tiny import write_config
 from asyncflow.rpc.addresses import ANY_SERVER, host_and_port, server_of
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.cli import invoke
 from asyncflow.commands import scale as command
-from asyncflow.local.folder import QUEUE, SYNC, Placed, Record, RunFolder, record_of, requests_of
+from asyncflow.local.folder import QUEUE, SYNC, RunFolder, record_of, requests_of
+from asyncflow.local.record import Placed, Record
 from asyncflow.local.scaling import Scale, Scaling, read_requests
 from asyncflow.plan.job import plan
 

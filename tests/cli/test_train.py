@@ -14,7 +14,7 @@ import pytest
 
 import asyncflow
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.local.folder import load_record
+from asyncflow.local.record import load_record
 
 SCRIPT = str(Path(__file__).with_name("standin_train.py"))
 

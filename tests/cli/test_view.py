@@ -20,7 +20,6 @@ from asyncflow.api.status import (
     TaskState,
 )
 from asyncflow.driver.presence import MemberState
-from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import (
     ExitStatus,
     LocalReplica,
@@ -30,6 +29,7 @@ from asyncflow.local.lifecycle import (
     Restarting,
     Stopping,
 )
+from asyncflow.local.record import Placed
 from asyncflow.view import live, watch
 from asyncflow.view.console import make_console, make_table
 from asyncflow.view.render import Frame, amount, event_line, progress_lines, score, screen, share, still, summary_table

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.local.folder import Placed, Record, load_record
+from asyncflow.local.record import Placed, Record, load_record
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
 

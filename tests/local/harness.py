@@ -17,9 +17,10 @@ from pathlib import Path
 
 from asyncflow.errors import ManifestError
 from asyncflow.local import supervisor
-from asyncflow.local.folder import RunFolder, load_record
+from asyncflow.local.folder import RunFolder
 from asyncflow.local.lifecycle import Event, LocalReplica
 from asyncflow.local.placement import Launch
+from asyncflow.local.record import load_record
 from asyncflow.local.scaling import Scaling
 from asyncflow.local.supervisor import ElasticRole, Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role

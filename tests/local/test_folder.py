@@ -14,19 +14,9 @@ from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
 from asyncflow.local import folder as folders
 from asyncflow.local import reaper
-from asyncflow.local.folder import (
-    Placed,
-    Record,
-    RoleLog,
-    RunFolder,
-    first_attempts,
-    load_record,
-    open_log,
-    processes_of,
-    record_of,
-    saved_overrides,
-)
+from asyncflow.local.folder import RunFolder, record_of, saved_overrides
 from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.local.record import Placed, Record, RoleLog, first_attempts, load_record, open_log, processes_of
 
 
 def begun(path: Path) -> Path:

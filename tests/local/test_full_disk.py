@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.local.folder import Placed, load_record
+from asyncflow.local.record import Placed, load_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import Run

@@ -2,7 +2,7 @@ import pytest
 
 from asyncflow.api.job import RLJob
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import differences
+from asyncflow.local.changes import differences
 
 SPEC = {
     "model": {"source": "tiny://reverse-digits"},

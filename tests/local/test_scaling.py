@@ -9,7 +9,8 @@ import pytest
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import RunFolder, load_record
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.record import load_record
 from asyncflow.local.scaling import Scale, Scaling, read_requests, write_request
 from asyncflow.local.site import Elastic, local_site
 from asyncflow.local.supervisor import Limits

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import ManifestError  # noqa: E402
-from asyncflow.local.folder import JOB, QUEUE, SYNC, Record, RunFolder  # noqa: E402
+from asyncflow.local.folder import JOB, QUEUE, SYNC, RunFolder  # noqa: E402
+from asyncflow.local.record import Record  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
 from asyncflow.session.joining import SessionPlace, place_of_run  # noqa: E402
 

@@ -28,7 +28,8 @@ import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
-from asyncflow.local.folder import Record, RunFolder  # noqa: E402
+from asyncflow.local.folder import RunFolder  # noqa: E402
+from asyncflow.local.record import Record  # noqa: E402
 from asyncflow.models import tiny  # noqa: E402
 from asyncflow.models.tiny import write_config  # noqa: E402
 from asyncflow.plan import plan  # noqa: E402

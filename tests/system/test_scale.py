@@ -10,7 +10,7 @@ import pytest
 from one_run import counted_once, finish, start, wait_for_step
 
 from asyncflow.cli import invoke
-from asyncflow.local.folder import Placed, load_record
+from asyncflow.local.record import Placed, load_record
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

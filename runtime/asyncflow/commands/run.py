@@ -37,7 +37,8 @@ from asyncflow.commands.preflight import preflight, runnable_job, source_name
 from asyncflow.driver.journal import METRICS, read_summary
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
-from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
+from asyncflow.local.changes import check_queue, differences
+from asyncflow.local.folder import QUEUE, RunFolder, saved_overrides
 from asyncflow.local.placement import resolve
 from asyncflow.local.scaling import write_request
 from asyncflow.local.site import Elastic, LocalSite, local_site
@@ -346,9 +347,13 @@ def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | Non
     load_plugin(BACKENDS, queue.spec.backend, kind=Backend, where="spec.backend").check(
         servers=queue.spec.store is None
     )
-    resume = (path / QUEUE).is_file() and not fresh
+    file = path / QUEUE
+    resume = file.is_file() and not fresh
     if resume:
-        _check_same(path / QUEUE, queue)
+        before = load(file)
+        if not isinstance(before, TransferQueue):
+            raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Pass another --output")
+        check_queue(before, queue, where=str(file))
     view = partial(QueueView, units=queue.spec.storage_units)
     outcome, folder = serve_alone(
         queue, queue_roles(queue), path=path, name=QUEUE, resume=resume, fresh=fresh, port=port, make_view=view
@@ -402,15 +407,3 @@ def serve_alone(
     if outcome.failure:
         raise outcome.failure
     return outcome, folder
-
-
-def _check_same(file: Path, queue: TransferQueue) -> None:
-    """Raise ManifestError if the folder's queue cannot be continued, because a frozen field has changed."""
-    before = load(file)
-    if not isinstance(before, TransferQueue):
-        raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Pass another --output")
-    for frozen in queue.spec.frozen_fields:
-        old, new = getattr(before.spec, frozen.reads), getattr(queue.spec, frozen.reads)
-        if old != new:
-            hint = "Keep it, or start from scratch with --fresh or another --output"
-            raise ManifestError(f"{frozen.reads} was {old!r}, and is {new!r}: {frozen.why}", where=str(file), hint=hint)

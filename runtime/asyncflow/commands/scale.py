@@ -15,8 +15,9 @@ import click
 
 from asyncflow.api.load import load_job
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, QUEUE, Record, check_run, record_of, requests_of
+from asyncflow.local.folder import JOB, QUEUE, check_run, record_of, requests_of
 from asyncflow.local.lifecycle import ProcessState
+from asyncflow.local.record import Record
 from asyncflow.local.scaling import AUTO, Scale, write_request
 from asyncflow.plan.job import plan
 from asyncflow.plan.roles import Role

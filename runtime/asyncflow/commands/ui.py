@@ -21,8 +21,9 @@ from asyncflow.driver.journal import EVENTS, METRICS
 from asyncflow.driver.sample_files import kept_steps
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, check_run, load_record
+from asyncflow.local.folder import JOB, check_run
 from asyncflow.local.http_client import ask
+from asyncflow.local.record import load_record
 from asyncflow.rpc.http import HttpServer
 from asyncflow.view.page.changes import changes, facts
 from asyncflow.view.page.document import document

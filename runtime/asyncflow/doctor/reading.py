@@ -25,8 +25,9 @@ from asyncflow.doctor.evidence import Evidence, surviving
 from asyncflow.driver.journal import EVENTS, FIRST_DISPATCH, LIVES, METRICS, REWARDS, SUMMARY
 from asyncflow.driver.lives import Life
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, check_run, load_record
+from asyncflow.local.folder import JOB, check_run
 from asyncflow.local.http_client import ask_at, fetch
+from asyncflow.local.record import load_record
 from asyncflow.telemetry.lines import new_lines
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import Shares, attribute, shares

@@ -9,11 +9,6 @@ Invariants:
 * A run is never overwritten or deleted: it is continued on request (``resume``), or moved aside (``fresh``). A start
   without progress (no step and no evaluation) does not count as a run: the next start replaces it. Only files that such
   a start has made are removed. If a role refuses the new settings of a resumed run, the run keeps its old ones.
-* Fields that the contract declares frozen (``frozen_fields``, enforced by the API server on Kubernetes) never change on
-  resumption, and the number of steps only grows.
-* An attempt is recorded before its process exists, so it is never reused. If the record is missing, damaged, or lacks
-  the role, the used attempts are read from the logs and the checkpoints.
-* A line that the supervisor adds to a log begins with ``---``. A log that cannot be written or read stops no process.
 """
 
 from __future__ import annotations
@@ -27,36 +22,22 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self
 
 import msgspec
 
-from asyncflow.api.base import Spec
-from asyncflow.api.check import MISSING, Problem, place_of, refusal, shown
-from asyncflow.api.document import Place
-from asyncflow.api.job import RLJob
 from asyncflow.api.names import ROLE_NAME
 from asyncflow.data.sources import CACHE
 from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, PROMPTS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local import reaper
-from asyncflow.local.scaling import Scale
+from asyncflow.local.record import Record, load_record, processes_of
 
 _log = logging.getLogger(__name__)
-
-_USED = re.compile(rb"^--- \S+ attempt (\d+)(?::| ended)", re.MULTILINE)
-"""Lines of a log that name an attempt: at its start and at its end, since a full disk may have lost one of the two."""
-
-_TAIL_BYTES = 8192
-_TAIL_LINES = 12
-
-_SETTINGS_OF_DATA: Place = ("spec", "data", "train", "config")
-"""Path of a frozen field that CEL cannot check, since the settings have no schema."""
 
 JOB = "job.yaml"
 QUEUE = "queue.yaml"
@@ -86,192 +67,6 @@ _FOR_RUN = ("model", CACHE)
 """Folders that roles create, but that may also exist before the run."""
 _LOG = re.compile(rf"(supervisor|{ROLE_NAME}-\d+)\.log")
 _EVALUATION = b"evaluation"
-
-
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica.
-
-    state: value of ``lifecycle.ProcessState``; pid: 0 while it has no process; started: start time of this attempt, ISO
-    8601 UTC; http: URL of its /metrics, /healthz and /readyz, "" before its first start.
-    """
-
-    role: str
-    index: int
-    attempt: int
-    state: str
-    pid: int = 0
-    started: str = ""
-    restarts: int = 0
-    log: str = ""
-    http: str = ""
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """All replicas placed by one supervisor.
-
-    mark: mark of the run in its processes' environment; lock: inode number of the folder's lock, which a copy of the
-    folder does not share, 0 in a record of an older version; supervisor: its pid; driver: address to which all
-    processes connect; http: URL of the first replica's status; control: URL of the driver's control service, ""
-    without a driver; scales: wanted numbers of replicas of elastic roles.
-    """
-
-    mark: str
-    supervisor: int
-    started: str
-    driver: str
-    http: str
-    control: str = ""
-    lock: int = 0
-    processes: list[Placed] = []
-    scales: list[Scale] = []
-
-    def save(self, path: Path) -> None:
-        """Write the record in one step."""
-        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-
-    def next_attempts(self) -> dict[str, int]:
-        """Return for each role the first attempt that no replica of the role has used."""
-        attempts: dict[str, int] = {}
-        for placed in self.processes:
-            attempts[placed.role] = max(attempts.get(placed.role, 0), placed.attempt + 1)
-        return attempts
-
-
-def load_record(path: Path) -> Record | None:
-    """Return the last record of the folder ``path``, or None if it does not exist or is damaged.
-
-    Raises ManifestError if the file cannot be read.
-    """
-    file = processes_of(path)
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Record)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    except OSError as error:
-        what = f"the record of placements cannot be read: {error.strerror}"
-        raise ManifestError(what, where=str(file), hint="Use the account of the run, or check the disk") from error
-
-
-def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
-    """Return, for each of ``roles``, the first attempt that was never used in a run's folder.
-
-    record: record of the last supervisor, if any. For a role that it lacks, the logs and the checkpoints are read.
-    """
-    attempts = record.next_attempts() if record is not None else {}
-    return {role: attempts.get(role) or _first_in_logs(folder, role) for role in roles}
-
-
-def _first_in_logs(folder: Path, role: str) -> int:
-    used = [-1]
-    for path in (folder / "logs").glob(f"{role}-*.log"):
-        with contextlib.suppress(OSError):
-            used += map(int, _USED.findall(path.read_bytes() if path.stem.rpartition("-")[0] == role else b""))
-    if role == "trainer":
-        with contextlib.suppress(OSError, ValueError):
-            used.append(int((folder / "checkpoints" / "attempt").read_text()))
-    return max(used) + 1
-
-
-@contextlib.contextmanager
-def open_log(path: Path) -> Iterator[TextIO]:
-    """Open a log of this process; an OSError on closing, such as a full disk, is ignored."""
-    log = path.open("a", encoding="utf-8")
-    try:
-        yield log
-    finally:
-        with contextlib.suppress(OSError):
-            log.close()
-
-
-class RoleLog:
-    """The log of one replica; remembers the position at which the current attempt starts."""
-
-    def __init__(self, path: Path) -> None:
-        """Set the path; the first attempt creates the file."""
-        self.path = path
-        self._offset = 0
-
-    def begin(self, *, attempt: int, argv: Sequence[str]) -> None:
-        """Add the first line of a new attempt."""
-        self.note(f"attempt {attempt}: {shlex.join(argv)}")
-        with contextlib.suppress(OSError):
-            self._offset = self.path.stat().st_size
-
-    def note(self, text: str) -> None:
-        """Add a line from the supervisor."""
-        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n")
-
-    def tail(self) -> list[str]:
-        """Return the last lines that the process of the current attempt has written."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(self._offset, self.path.stat().st_size - _TAIL_BYTES))
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
-        except OSError as error:
-            return [f"its log cannot be read: {error}"]
-        return [line for line in lines if line.strip() and not line.startswith("--- ")][-_TAIL_LINES:]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One value that changed; ``MISSING`` represents an absent value."""
-
-    place: Place
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.place))}: {_text(self.old)} -> {_text(self.new)}"
-
-
-def differences(old: RLJob, new: RLJob) -> list[Difference]:
-    """Return every value that differs. Raises ManifestError if one of them must not change."""
-    found = list(_differ(_plain(old), _plain(new), ()))
-    frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it changes the prompts"}
-    frozen.update(_frozen(new.spec, ("spec",), existence=False))
-    existing = dict(_frozen(new.spec, ("spec",), existence=True))
-    problems = [
-        Problem(
-            place=each.place, value=each.new, reason=f"was {_text(each.old)}, and {why}", fix="Keep it, or use --fresh"
-        )
-        for each in found
-        for place, why in (frozen | existing).items()
-        if each.place == place or (place in frozen and each.place[: len(place)] == place)
-    ]
-    steps, before = new.spec.algorithm.steps, old.spec.algorithm.steps
-    if steps < before:
-        place = ("spec", "algorithm", "steps")
-        problems.append(Problem(place=place, value=steps, reason=f"was {before}", fix="Set at least as many"))
-    if problems:
-        raise refusal(problems, source="--resume")
-    return found
-
-
-def _plain(job: RLJob) -> dict[str, Any]:
-    return job.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def _frozen(spec: Spec, at: Place, *, existence: bool) -> Iterator[tuple[Place, str]]:
-    for frozen in spec.frozen_fields:
-        if frozen.existence is existence:
-            yield (*at, *place_of(frozen.reads)), frozen.why
-    for name, info in type(spec).model_fields.items():
-        value = getattr(spec, name)
-        if isinstance(value, Spec):
-            yield from _frozen(value, (*at, info.alias or name), existence=existence)
-
-
-def _differ(old: Any, new: Any, at: Place) -> Iterator[Difference]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            yield from _differ(old.get(key, MISSING), new.get(key, MISSING), (*at, key))
-    elif old != new:
-        yield Difference(place=at, old=old, new=new)
-
-
-def _text(value: Any) -> str:
-    return "absent" if value is MISSING else shown(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,11 +231,6 @@ def saved_overrides(path: Path) -> list[str]:
         raise ManifestError(
             f"the --set values of the run cannot be read: {error}", where=str(file), hint=hint
         ) from error
-
-
-def processes_of(path: Path) -> Path:
-    """Return the path of the record of placements in the folder of a run."""
-    return path / "run" / "processes.json"
 
 
 def overrides_of(path: Path) -> Path:

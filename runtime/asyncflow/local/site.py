@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, VIEWER
-from asyncflow.local.folder import RunFolder, load_record, open_log
+from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.placement import Places, PortReservation, launcher, modules_of, replicas_of
+from asyncflow.local.record import load_record, open_log
 from asyncflow.local.scaling import Scaling
 from asyncflow.local.supervisor import ElasticRole, Limits, Supervisor
 from asyncflow.plan.roles import Role

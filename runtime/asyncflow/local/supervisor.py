@@ -30,7 +30,7 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
-from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, first_attempts, load_record
+from asyncflow.local.folder import RunFolder
 from asyncflow.local.forkserver import ForkServer
 from asyncflow.local.lifecycle import (
     CANNOT_START,
@@ -50,6 +50,7 @@ from asyncflow.local.lifecycle import (
 )
 from asyncflow.local.placement import Launch
 from asyncflow.local.process import Process, Watchdog
+from asyncflow.local.record import Placed, Record, RoleLog, first_attempts, load_record
 from asyncflow.local.scaling import Scale, Scaling
 from asyncflow.plan.roles import Role
 from asyncflow.process import PARENT, adopt_orphans

@@ -26,7 +26,8 @@ from asyncflow.commands.preflight import load
 from asyncflow.commands.run import RUNS
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError
-from asyncflow.local.folder import JOB, QUEUE, holds_run, load_record, record_of
+from asyncflow.local.folder import JOB, QUEUE, holds_run, record_of
+from asyncflow.local.record import load_record
 from asyncflow.process import PARENT
 
 _POLL_S = 0.05

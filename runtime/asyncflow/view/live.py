@@ -23,9 +23,9 @@ from rich.live import Live
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import DriverStatus
 from asyncflow.driver.journal import SUMMARY, read_summary
-from asyncflow.local.folder import Placed
 from asyncflow.local.http_client import ANSWER_S, ask, ask_live
 from asyncflow.local.lifecycle import Event, Stopping
+from asyncflow.local.record import Placed
 from asyncflow.plan.describe import size
 from asyncflow.view.pace import Paces
 from asyncflow.view.render import (

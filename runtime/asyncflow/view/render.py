@@ -26,8 +26,8 @@ from rich.text import Text
 
 from asyncflow.api.status import DriverStatus, SetState
 from asyncflow.driver.presence import MemberState, TaskDepth
-from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Scaled, Stopping
+from asyncflow.local.record import Placed
 from asyncflow.plan.describe import ABSENT, duration, size
 from asyncflow.timeline.causes import Shares
 from asyncflow.view.pace import ProcessPace

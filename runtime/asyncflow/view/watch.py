@@ -27,8 +27,8 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.doctor.reading import spent_of
 from asyncflow.driver.journal import SUMMARY
 from asyncflow.errors import AsyncFlowError
-from asyncflow.local.folder import Placed, load_record
 from asyncflow.local.http_client import ask_at, ask_live
+from asyncflow.local.record import Placed, load_record
 from asyncflow.view.pace import Paces
 from asyncflow.view.render import OVER, Frame, idle_words, progress_lines, screen, still
 
