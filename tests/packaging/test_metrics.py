@@ -18,8 +18,8 @@ from asyncflow.api.load import load
 from asyncflow.api.names import LABEL_QUEUE, LABEL_SYNC, ROLES
 from asyncflow.rpc.server import RpcCounters
 from asyncflow.rpc.tls import Reason
+from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.metrics import (
-    BusyClock,
     ControllerMetrics,
     CriticMetrics,
     DriverMetrics,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.telemetry.busy import BusyClock
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from(["forward", "backward", "sequence"]), st.booleans()), max_size=30

@@ -6,8 +6,9 @@ from prometheus_client.metrics_core import Metric
 
 from asyncflow.api.status import DriverStatus, JobStatus
 from asyncflow.rpc.server import RpcCounters
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.telemetry.collectors import by_rank
 from asyncflow.telemetry.metrics import (
-    BusyClock,
     ControllerMetrics,
     DriverMetrics,
     FollowerMetrics,
@@ -16,7 +17,6 @@ from asyncflow.telemetry.metrics import (
     RolloutMetrics,
     StorageMetrics,
     TrainerMetrics,
-    by_rank,
 )
 from asyncflow.training.report import TrainReport
 

@@ -31,7 +31,7 @@ from asyncflow.plan.job import plan
 from asyncflow.process import PARENT
 from asyncflow.roles.context import JobContext
 from asyncflow.rpc.http import HttpServer
-from asyncflow.telemetry.metrics import by_rank
+from asyncflow.telemetry.collectors import by_rank
 
 log = logging.getLogger(__name__)
 

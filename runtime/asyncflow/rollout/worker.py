@@ -43,7 +43,8 @@ from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
 from asyncflow.rollout.loading import Merge, WeightLoader
 from asyncflow.rollout.scoring import Scoring
 from asyncflow.rpc.membership import Status
-from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.messages import CatalogueView
 from asyncflow.weights.permits import SwapPermits

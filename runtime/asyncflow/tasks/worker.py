@@ -31,7 +31,8 @@ from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.membership import Status
 from asyncflow.rpc.retry import Outage
 from asyncflow.tasks.rows import Outcome, OutputColumn, RowFailure, TaggedValues, columns_of
-from asyncflow.telemetry.metrics import BusyClock, WorkerMetrics
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.telemetry.metrics import WorkerMetrics
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)

@@ -1,151 +1,26 @@
-"""The metrics of each role, declared in one class per role; and the clock of busy time.
+"""The metrics of each role, declared in one class per role.
 
 Names are ``asyncflow_<role>_<what>``, with a unit if there is one (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for
 shares of one), and ``_total`` for counters. The instance is not a label, since the scraper adds its name. Every object
 has its own registry, which ``rpc.http`` exports.
-
-Busy time is the union of sections, for each cause and for all causes together. Sections of one cause may overlap (many
-concurrent sequences) and nest (a forward inside a step), in one thread or in many.
-
-Invariants: values that another object counts (busy seconds, calls) are read from it at each request of ``/metrics``,
-never copied. No cause is ever busy for longer than ``total()``. ``total()`` is never longer than the elapsed time, and
-never shorter than any one section. A running section counts up to now.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
-from asyncflow.errors import AsyncFlowError
 from asyncflow.rpc.server import RpcCounters
-
-
-class _Union:
-    """Length of a union of intervals whose starts and ends are reported in chronological order."""
-
-    __slots__ = ("depth", "passed", "since")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.passed = 0.0
-        self.since = 0.0
-
-    def begin(self, now: float) -> None:
-        if self.depth == 0:
-            self.since = now
-        self.depth += 1
-
-    def end(self, now: float) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.passed += now - self.since
-
-    def until(self, now: float) -> float:
-        return self.passed + (now - self.since if self.depth else 0.0)
-
-
-class BusyClock:
-    """Counter of busy seconds per cause: ``busy = BusyClock()``, then ``with busy("forward"): ...``. Thread-safe.
-
-    clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._all = _Union()
-        self._causes: dict[str, _Union] = {}
-
-    @contextmanager
-    def __call__(self, cause: str) -> Iterator[None]:
-        """Count the body as busy time of ``cause``."""
-        self.begin(cause)
-        try:
-            yield
-        finally:
-            self.end(cause)
-
-    def begin(self, cause: str, *, since: float | None = None) -> None:
-        """Begin a section outside a ``with`` block; each needs a matching ``end``.
-
-        since: start of the section if before now; all other sections must have ended before that time.
-        """
-        with self._lock:
-            now = self._clock() if since is None else since
-            self._all.begin(now)
-            self._causes.setdefault(cause, _Union()).begin(now)
-
-    def end(self, cause: str) -> None:
-        """End a section. Raises ValueError if no section of ``cause`` is running."""
-        with self._lock:
-            union = self._causes.get(cause)
-            if union is None or union.depth == 0:
-                raise ValueError(f"no section {cause!r} is running")
-            now = self._clock()
-            union.end(now)
-            self._all.end(now)
-
-    def total(self) -> float:
-        """Return the seconds in which at least one section of any cause ran."""
-        with self._lock:
-            return self._all.until(self._clock())
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each cause; time in which several causes ran counts for each of them."""
-        with self._lock:
-            now = self._clock()
-            return {cause: union.until(now) for cause, union in self._causes.items()}
-
+from asyncflow.telemetry.busy import BusyClock
+from asyncflow.telemetry.collectors import Figure, LabelledTotal, Relayed, Total
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SERIES = ("_total", "_sum", "_count")
 """Suffixes of the series of counters, and of the sums of histograms."""
-
-
-class _SingleValue(Collector):
-    """A metric without labels whose value is set as a whole; it has no sample while the value is None."""
-
-    family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
-
-    def __init__(self, name: str, words: str, *, value: float | None = None) -> None:
-        self._named = name, words
-        self._value = value
-
-    def set(self, value: float) -> None:
-        """Set the value."""
-        self._value = value
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metric."""
-        yield self.family(*self._named, value=self._value)
-
-    def describe(self) -> Iterable[Metric]:
-        """Yield the metric, from which a registry takes its name."""
-        return self.collect()
-
-
-class Total(_SingleValue):
-    """A counter whose value is computed elsewhere, and never falls; exported as ``<name>_total``."""
-
-    family = CounterMetricFamily
-
-
-class Figure(_SingleValue):
-    """A gauge that has no sample until it is set, because 0 would look like a value."""
-
-    family = GaugeMetricFamily
 
 
 class RoleMetrics:
@@ -189,7 +64,7 @@ class RoleMetrics:
 
     def relay(self, source: Callable[[], Awaitable[str]]) -> None:
         """Export the metrics that ``source`` returns in Prometheus' text format; it is called for each request."""
-        relayed = _Relayed(source)
+        relayed = Relayed(source)
         self.registry.register(relayed)
         self.refreshed.append(relayed.refresh)
 
@@ -211,7 +86,7 @@ class RoleMetrics:
         self._count("rpc_cancelled", words, "reason", lambda: {"deadline or cancel": counters.cancelled})
 
     def _count(self, what: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
-        self.registry.register(_CountCollector(f"asyncflow_{self.role}_{what}", words, label, counts))
+        self.registry.register(LabelledTotal(f"asyncflow_{self.role}_{what}", words, label, counts))
 
     def gauge(self, what: str, words: str, *labels: str) -> Gauge:
         """Declare a gauge ``asyncflow_<role>_<what>``."""
@@ -536,62 +411,3 @@ class TrainerMetrics(RoleMetrics):
         self.checkpoint_failures = self.counter(
             "checkpoint_failures", "failed writes of checkpoints, which are retried"
         )
-
-
-class _Relayed(Collector):
-    """The metrics of another process, as of the last call of ``refresh``."""
-
-    def __init__(self, source: Callable[[], Awaitable[str]]) -> None:
-        self._source = source
-        self._text = ""
-
-    async def refresh(self) -> None:
-        """Fetch the metrics of the other process; if it does not answer, there are none."""
-        text = ""
-        with suppress(AsyncFlowError):
-            text = await self._source()
-        self._text = text
-
-    def collect(self) -> Iterable[Metric]:
-        yield from text_string_to_metric_families(self._text)
-
-
-def by_rank(texts: Mapping[str, str]) -> CollectorRegistry:
-    """Return the metrics of several ranks as one registry; each sample gets its rank as the label ``rank``.
-
-    texts: by rank, its ``/metrics`` in Prometheus' text format.
-    """
-    families: dict[str, Metric] = {}
-    for rank, text in texts.items():
-        for family in text_string_to_metric_families(text):
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                merged.add_sample(sample.name, {**sample.labels, "rank": rank}, sample.value)
-    registry = CollectorRegistry()
-    registry.register(_Families(families.values()))
-    return registry
-
-
-class _Families(Collector):
-    """A collector of given families."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-class _CountCollector(Collector):
-    """A counter with one label whose values are counted elsewhere."""
-
-    def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
-        self._describe = (name, words, label)
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        name, words, label = self._describe
-        family = CounterMetricFamily(name, words, labels=[label])
-        for value, count in self._counts().items():
-            family.add_metric([value], count)
-        yield family

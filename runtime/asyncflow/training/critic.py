@@ -39,7 +39,7 @@ from asyncflow.rpc.framing import MAX_MESSAGE
 from asyncflow.rpc.retry import retry
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.tls import Credentials
-from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.timeline.tracks import Kind
 from asyncflow.training.batch import MicroBatch

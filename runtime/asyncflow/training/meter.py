@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
 
-from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.timeline.tracks import Kind
 
