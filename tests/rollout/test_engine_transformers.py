@@ -401,7 +401,7 @@ async def test_what_cannot_work_is_refused(tmp_path, tiny):
         {"model_type": "gpt_oss"},
         {"attn_logit_softcapping": 50.0},
         {"rope_parameters": {"rope_type": "dynamic"}},
-        {"use_sliding_window": True},
+        {"layer_types": ["linear_attention"]},
     ):
         engine = make_engine(write_config(tmp_path / "bad", **changes))
         with pytest.raises(NotYetError):

@@ -41,6 +41,7 @@ LATENT = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 16,
 }
+MIXED = ["sliding_attention", "full_attention"]
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_key_value_heads": None}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -58,7 +59,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "starcoder2": {},
     "deepseek_v3": LATENT,
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 16, "layer_types": MIXED, "sliding_window": 3},
+    "olmo3": {"layer_types": MIXED, "sliding_window": 5},
+    "cohere2": {"layer_types": MIXED, "sliding_window": 4},
+    "exaone4": {"layer_types": MIXED, "sliding_window": 6},
+    "ministral": {"head_dim": 8, "layer_types": MIXED, "sliding_window": 4},
+    "qwen2 in windows": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "mistral in windows": {"sliding_window": 4},
+    "mixtral in windows": {"num_local_experts": 4, "sliding_window": 2},
+    "phi3 in windows": {"sliding_window": 3},
+    "starcoder2 in windows": {"sliding_window": 5},
 }
+"""By the model type, and a word about the variant."""
 LONGEST = 32
 PROMPTS = [np.arange(3, 8), np.arange(3, 8), np.arange(20, 29), np.array([40, 7, 11])]
 RESPONSES = [np.arange(30, 36), np.array([9, 9, 2, 50]), np.arange(45, 52), np.array([5])]
@@ -75,7 +87,9 @@ def opened(folder: Path, family: str) -> Any:
         if name == "sliding_window" or value is not None
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family.partition(" ")[0]](**sizes), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -160,16 +174,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "bert"}, "only see earlier ones"),
     ({"model_type": "gpt_oss"}, "sinks"),
     ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "capped"),
-    ({"model_type": "mistral", "sliding_window": 31}, "sliding_window 31 is shorter"),
-    ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "sliding_window 16"),
-    ({"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "window 8"),
+    ({"model_type": "phimoe", "sliding_window": 31}, "do not pass sliding_window 31 on"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "only see earlier ones"),
+    ({"model_type": "x", "layer_types": ["sliding_attention"]}, "no sliding_window"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 31}, "attention_chunk_size 31 is shorter"),
+    ({"model_type": "x", "layer_types": ["chunked_attention"]}, "attention_chunk_size None"),
     ({"model_type": "lfm", "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+    ({"model_type": "x", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic'"),
     (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
         "rope type 'longrope'",
     ),
-    ({"text_config": {"model_type": "gemma3_text", "sliding_window": 4}}, "sliding_window 4"),
+    ({"text_config": {"model_type": "x", "attention_chunk_size": 4}}, "attention_chunk_size 4"),
     ({"model_type": "x", "expert_capacity": 64}, "capacity"),
     ({"model_type": "x", "alibi": True}, "ALiBi"),
 ]
@@ -185,9 +202,10 @@ def test_what_a_configuration_tells_is_refused(config: dict[str, Any], words: st
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "mistral", "sliding_window": 4096},
-        {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False},
-        {"model_type": "x", "layer_types": ["full_attention", "full_attention"], "sliding_window": 8},
+        {"model_type": "phimoe", "sliding_window": 4096},
+        {"model_type": "qwen2_moe", "sliding_window": 16, "use_sliding_window": False},
+        {"model_type": "llama4_text", "attention_chunk_size": 32},
+        {"model_type": "x", "layer_types": ["full_attention", "full_attention"], "attention_chunk_size": 8},
         {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
         {"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}},
     ],

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
+from asyncflow.errors import ManifestError
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.torch.attention import (
     AttentionPart,
+    Documents,
     FlashKernel,
     KernelSequences,
+    NpuSequences,
     attend,
     attend_sequences,
     takes_sequences,
 )
+from asyncflow.training.torch.model import _layout
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 CPU = torch.device("cpu")
@@ -145,10 +151,10 @@ def test_a_compiled_layer_is_one_graph_with_its_attention_and_serves_packs_of_an
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
-        def fake(part: AttentionPart | Tensor | None) -> AttentionPart | Tensor | None:
+        def fake(part: AttentionPart | Tensor | int | None) -> AttentionPart | Tensor | int | None:
             if isinstance(part, AttentionPart):
                 return part._replace(**{name: mode.from_tensor(getattr(part, name)) for name in part._fields[:2]})
-            return None if part is None else mode.from_tensor(part)
+            return mode.from_tensor(part) if isinstance(part, Tensor) else part
 
         for number, (prompt, response) in enumerate([(3, 5), (4, 7), (2, 9), (5, 6), (7, 3), (6, 2)]):
             size = 2 * (number + 2)
@@ -186,3 +192,23 @@ def test_what_the_kernel_of_torch_refuses_is_attended_to_by_document(
     config = LlamaConfig(hidden_size=32 * head, num_attention_heads=32, num_hidden_layers=1)
     assert takes_sequences(config, device=torch.device("cuda"), compute=compute) is taken
     assert not takes_sequences(config, device=CPU, compute=compute)
+
+
+def test_a_pack_with_a_sequence_beyond_the_window_is_attended_to_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    (pack,) = pack_samples(
+        [np.arange(5), np.arange(5)], [np.arange(4), np.arange(3)], [0, 0], layout="shared-prompt", budget=99
+    )
+    longest = 8  # the last token of a response is a target only
+
+    def layout(window: int | None, device: str) -> type:
+        config = MistralConfig(hidden_size=256, num_attention_heads=4, sliding_window=window)
+        return _layout(config, pack, device=SimpleNamespace(type=device), compute=torch.bfloat16)
+
+    assert [layout(window, "cuda") for window in (None, longest)] == [KernelSequences] * 2
+    assert [layout(window, "npu") for window in (None, longest)] == [NpuSequences] * 2
+    assert [layout(longest - 1, device) for device in ("cuda", "npu", "cpu")] == [Documents] * 3
+    laid = KernelSequences.of(pack, CPU)
+    assert laid.longest == longest
+    with pytest.raises(ManifestError, match="sliding_window 7"):
+        attend(nn.Module(), *states(8, 1), None, documents=laid, sliding_window=longest - 1)

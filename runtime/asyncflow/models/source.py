@@ -200,7 +200,7 @@ def _cached(name: str) -> Path:
 ENGINE_DTYPES = ("float32", "bfloat16")
 """Dtypes in which the engine ``transformers`` computes."""
 
-_HINT = "Use a causal model with softmax attention over all earlier tokens"
+_HINT = "Use a causal model with softmax attention over all earlier tokens, or over a sliding window of them"
 
 
 def _names(text: str) -> frozenset[str]:
@@ -223,8 +223,9 @@ _NOT_CAUSAL = _names(
 """Model types whose tokens attend to later tokens, or to another sequence."""
 _SINKS = _names("deepseek_v4 gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash")
 """Model types whose softmax has a term that does not belong to a token."""
-_FULL = frozenset({"full_attention"})
-_WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
+_WINDOW_IN_MASK = _names("doge phimoe qwen2_moe")
+"""Model types whose layers do not pass their window on to attention."""
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of transformers' attention functions that request more than softmax attention."""
 
@@ -232,7 +233,7 @@ _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
     """Raise NotYetError for a model that does not support packs and batches.
 
-    config: the content of config.json; longest: most tokens of a sequence (a window of at least that length is no
+    config: the content of config.json; longest: most tokens of a sequence (chunks of at least that length are no
     restriction); where: the folder.
     """
     config = {**config, **(config.get("text_config") or {})}
@@ -240,7 +241,9 @@ def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
     unsupported = {
         "transformers cannot replace its attention": family in _NO_INTERFACE,
         "its layers carry a state from token to token": family in _RECURRENT,
-        "its tokens do not only see earlier ones": family in _NOT_CAUSAL or config.get("is_encoder_decoder") is True,
+        "its tokens do not only see earlier ones": family in _NOT_CAUSAL
+        or config.get("is_encoder_decoder") is True
+        or bool(config.get("use_bidirectional_attention")),
         "its attention has sinks": family in _SINKS,
         "its attention scores are capped": config.get("attn_logit_softcapping") is not None,
         "its attention has ALiBi biases": config.get("alibi") is True,
@@ -258,16 +261,17 @@ def check_dtype(dtype: str, *, where: str) -> None:
         raise ManifestError(f"dtype {dtype!r}", where=where, hint=f"Use one of {', '.join(ENGINE_DTYPES)}")
 
 
-def check_attention(arguments: Mapping[str, Any], *, longest: int) -> None:
-    """Raise ManifestError if a layer requests more than softmax attention over all earlier tokens.
+def check_attention(arguments: Mapping[str, Any], *, longest: int | None = None) -> None:
+    """Raise ManifestError if a layer requests more than softmax attention over earlier tokens.
 
-    arguments: optional arguments of transformers' attention functions; longest: most tokens of a sequence.
+    arguments: optional arguments of transformers' attention functions; longest: most tokens of a sequence, None if the
+    caller supports sliding windows.
     """
     extra = [name for name in _MORE_THAN_SOFTMAX if arguments.get(name) is not None]
     if arguments.get("dropout"):
         extra.append("dropout")
     window = arguments.get("sliding_window")
-    if window is not None and window < longest:
+    if window is not None and longest is not None and window < longest:
         extra.append(f"sliding_window {window}")
     if extra:
         raise ManifestError(
@@ -295,20 +299,27 @@ def positions(config: Mapping[str, Any]) -> int | None:
 
 def _windows(config: Mapping[str, Any], longest: int) -> list[str]:
     kinds = set(config.get("layer_types") or ())
-    reasons = [f"layers of type {kind!r}" for kind in sorted(kinds - _FULL - _WINDOWS)]
-    size = config.get("sliding_window", config.get("attention_chunk_size"))
-    enabled = config.get("use_sliding_window")
-    windowed = kinds & _WINDOWS if kinds else enabled or (enabled is None and size is not None)
-    if windowed and (size is None or size < longest):
-        reasons.append(f"sliding_window {size} is shorter than the longest sequence ({longest} tokens)")
+    reasons = [f"layers of type {kind!r}" for kind in sorted(kinds - {_FULL, _SLIDING, _CHUNKED})]
+    chunk, window = config.get("attention_chunk_size"), config.get("sliding_window")
+    if (_CHUNKED in kinds or (chunk is not None and not kinds)) and (chunk is None or chunk < longest):
+        reasons.append(f"attention_chunk_size {chunk} is shorter than the longest sequence ({longest} tokens)")
+    if _SLIDING in kinds and window is None:
+        reasons.append("layers of type 'sliding_attention', but no sliding_window")
+    enabled = config.get("use_sliding_window", True)
+    if config.get("model_type") in _WINDOW_IN_MASK and enabled and window is not None and window < longest:
+        reasons.append(f"its layers do not pass sliding_window {window} on to attention")
     return reasons
 
 
 def _rope(config: Mapping[str, Any], longest: int) -> list[str]:
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    original = original or positions(config) or 0
-    if kind == "dynamic" or (kind == "longrope" and longest > original):
-        return [f"rope type {kind!r}: a sequence's positions would depend on the lengths of other sequences"]
-    return []
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    reasons: list[str] = []
+    for part in by_layer_type or [rope]:
+        kind = part.get("rope_type", part.get("type", "default"))
+        original = part.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        original = original or positions(config) or 0
+        if kind == "dynamic" or (kind == "longrope" and longest > original):
+            why = "a sequence's positions would depend on the lengths of other sequences"
+            reasons.append(f"rope type {kind!r}: {why}")
+    return reasons

@@ -151,18 +151,27 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers. A decode step has a mask; a prefill has none and is causal.
 
     Decoding treats the query heads that share a KV head as rows of one product, so that the cache is never repeated.
+    sliding_window: number of newest tokens that a token sees, itself included; None: all.
     """
-    check_attention(options, longest=key.shape[2])
+    check_attention(options)
+    length = key.shape[2]
     if attention_mask is None:
+        near = None
+        if sliding_window is not None and sliding_window < length:
+            near = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - sliding_window)
         prefilled: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, None, scaling=scaling, **options
+            module, query, key, value, near, scaling=scaling, **options
         )
         return prefilled
+    if sliding_window is not None and sliding_window < length:
+        lengths = (attention_mask == 0).sum(-1, keepdim=True)
+        attention_mask = attention_mask.masked_fill(torch.arange(length) < lengths - sliding_window, float("-inf"))
     slots, heads, _, head_dim = query.shape
     shared = query.view(slots, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(shared, key.transpose(2, 3)).float() * scaling + attention_mask
@@ -177,7 +186,7 @@ class CausalModel:
     """One model in one dtype, on the CPU.
 
     folder: contains ``config.json``; longest: length of the longest sequence. Raises ManifestError for an invalid
-    folder or dtype, NotYetError for a model whose rows would influence each other or whose attention is not full.
+    folder or dtype, NotYetError for a model whose rows would influence each other or whose attention is unsupported.
     """
 
     def __init__(self, folder: Path, *, dtype: str, longest: int) -> None:

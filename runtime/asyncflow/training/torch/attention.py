@@ -13,8 +13,11 @@ sequences with at least as many keys as queries. In its mode 3, "right down caus
 K - n + i of the K keys of its sequence. The call follows the documentation of torch_npu 2.13 and CANN; it has not been
 run on an NPU.
 
-Invariants: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
-model whose attention needs more (soft capping, sinks, sliding windows, biases) is refused, never approximated.
+Layers with a sliding window see the newest tokens only: token i attends to token j if j > i - window by position. Packs
+with a longer sequence than the window are computed document by document, with that mask.
+
+Invariants: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` and the
+window allow. A model whose attention needs more (soft capping, sinks, biases) is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -162,18 +165,15 @@ class AttentionPart(NamedTuple):
 class KernelSequences(NamedTuple):
     """A pack for this attention. own: each sequence over itself; prompt: responses over their shared prompts.
 
-    rows, prompts: rows of these responses and prompts in the pack. All three are None if no prompt is shared.
+    rows, prompts: rows of these responses and prompts in the pack. All three are None if no prompt is shared. longest:
+    tokens of the longest sequence, including a shared prompt.
     """
 
     own: AttentionPart
     prompt: AttentionPart | None
     rows: Tensor | None
     prompts: Tensor | None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence; a shared prompt is a sequence of its own."""
-        return self.own.longest_query
+    longest: int
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> KernelSequences:
@@ -181,9 +181,10 @@ class KernelSequences(NamedTuple):
         sequences = pack.sequences()
         own = AttentionPart.of(sequences.starts, sequences.starts, causal=True, device=device)
         if not len(sequences.rows):
-            return cls(own, None, None, None)
+            return cls(own, None, None, None, longest_of(pack))
         prompt = AttentionPart.of(sequences.row_starts, sequences.prompt_starts, causal=False, device=device)
-        return cls(own, prompt, on_device(sequences.rows, device), on_device(sequences.prompts, device))
+        rows, prompts = on_device(sequences.rows, device), on_device(sequences.prompts, device)
+        return cls(own, prompt, rows, prompts, longest_of(pack))
 
 
 class Kernel(Protocol):
@@ -282,26 +283,33 @@ _FLASH = FlashKernel()
 
 class Documents(NamedTuple):
     """A pack as documents. places [D * L]: the pack's row of each token, padded; rows [T]: the inverse; mask
-    [D, 1, L, L]: which tokens attend to which, None if every document is purely causal; number: D.
+    [D, 1, L, L]: which tokens attend to which, None if every document is purely causal; positions [D, L]: of each token
+    in its sequence.
     """
 
     places: Tensor
     rows: Tensor
     mask: Tensor | None
-    number: int
+    positions: Tensor
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return len(self.places) // self.number
+    def within(self, window: int | None) -> Tensor | None:
+        """Return the mask of a layer whose tokens see the ``window`` newest tokens; None: purely causal."""
+        length = self.positions.shape[1]
+        if window is None or window >= length:
+            return self.mask
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.positions.device).tril()
+        near = self.positions[:, None, :, None] - self.positions[:, None, None, :] < window
+        return near & (causal if self.mask is None else self.mask)
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Documents:
         """Return the layout of ``pack``."""
         table = pack.table()
         mask = None if table.mask is None else on_device(table.mask, device)[:, None]
-        places, rows = (on_device(array, device) for array in (table.places.reshape(-1), table.rows))
-        return cls(places, rows, mask, len(table.places))
+        places, rows, positions = (
+            on_device(array, device) for array in (table.places.reshape(-1), table.rows, pack.positions[table.places])
+        )
+        return cls(places, rows, mask, positions)
 
 
 def attend(
@@ -313,20 +321,22 @@ def attend(
     *,
     documents: Documents | KernelSequences | NpuSequences | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within documents: query [1, H, T, d], key and value [1, H / groups, T, d] -> [1, T, H, d].
 
     The signature is that of transformers' attention functions; the caller of the model passes ``documents``. Attention
-    over sequences is compiled together with its layer.
+    over sequences is compiled together with its layer. sliding_window: number of newest tokens that a token sees,
+    itself included; None: all.
     """
     if documents is None:
         raise TypeError("its layers do not pass their arguments on to attention")
-    check_attention({"dropout": dropout, **options}, longest=documents.longest)
     scale = scaling or query.shape[-1] ** -0.5
     if isinstance(documents, Documents):
-        return _attend_documents(query, key, value, documents, scale=scale)[None], None
+        check_attention(options)
+        return _attend_documents(query, key, value, documents, window=sliding_window, scale=scale)[None], None
+    check_attention({"sliding_window": sliding_window, **options}, longest=documents.longest)
     # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernels require one dtype.
     query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
     if isinstance(documents, NpuSequences):
@@ -335,24 +345,32 @@ def attend(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
-def _attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, *, scale: float) -> Tensor:
+def _attend_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, *, window: int | None, scale: float
+) -> Tensor:
     """Attend document by document: query [1, H, T, d], key and value [1, H / groups, T, d] -> [T, H, d]."""
-    heads = query.shape[1]
+    heads, number = query.shape[1], len(documents.positions)
+    mask = documents.within(window)
 
     def by_document(states: Tensor) -> Tensor:
         rows = states[0].transpose(0, 1).index_select(0, documents.places)
         rows = rows.repeat_interleave(heads // rows.shape[1], dim=1)
-        return rows.unflatten(0, (documents.number, -1)).transpose(1, 2)
+        return rows.unflatten(0, (number, -1)).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
         by_document(query),
         by_document(key),
         by_document(value),
-        attn_mask=documents.mask,
-        is_causal=documents.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scale,
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)
+
+
+def longest_of(pack: Pack) -> int:
+    """Return the number of tokens of the longest sequence, including a shared prompt."""
+    return int(pack.positions.max()) + 1
 
 
 def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:

@@ -31,7 +31,14 @@ from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.models.source import check_model
 from asyncflow.training.backend import OPTIONS
 from asyncflow.training.packing import LayoutName, Pack, few_sizes, pack_samples
-from asyncflow.training.torch.attention import ATTENTION, Documents, KernelSequences, NpuSequences, takes_sequences
+from asyncflow.training.torch.attention import (
+    ATTENTION,
+    Documents,
+    KernelSequences,
+    NpuSequences,
+    longest_of,
+    takes_sequences,
+)
 from asyncflow.training.torch.device import on_device
 
 Layout: TypeAlias = type[Documents] | type[KernelSequences] | type[NpuSequences]
@@ -172,7 +179,7 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     def inputs(self, pack: Pack) -> dict[str, Any]:
         """Return the arguments of a forward pass over ``pack``."""
         filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
-        layout = _layout(self.model.config, device=self.device, compute=self.compute)
+        layout = _layout(self.model.config, filled, device=self.device, compute=self.compute)
         return _inputs(filled, self.device, layout)
 
 
@@ -249,8 +256,11 @@ def smallest_pack() -> Pack:
     return next(iter(pack_samples([_A_TOKEN], [_A_TOKEN], [0], layout="separate", budget=2)))
 
 
-def _layout(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> Layout:
-    """Return the layout of packs for attention on ``device``."""
+def _layout(config: PretrainedConfig, pack: Pack, *, device: torch.device, compute: torch.dtype) -> Layout:
+    """Return the layout of ``pack`` for attention on ``device``; only documents support a shorter sliding window."""
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < longest_of(pack):
+        return Documents
     if device.type == "npu":
         return NpuSequences
     return KernelSequences if takes_sequences(config, device=device, compute=compute) else Documents
