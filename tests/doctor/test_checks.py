@@ -399,11 +399,6 @@ def test_a_step_without_a_token_in_its_loss_says_nothing_of_tokens() -> None:
     assert examine(evidence(**learning(**figures))) == []
 
 
-def test_samples_without_an_advantage_are_counted_once_an_epoch() -> None:
-    figures = {"silent_samples": 4 * 100, "reward": [0.2, 0.3] * 6}
-    assert examine(evidence("algorithm.epochs=4", **learning(**figures))) == []
-
-
 def test_steps_that_were_made_again_count_once_and_an_attempt_warms_up() -> None:
     lines = steps(12, wait=0.0)
     for line in lines[8:10]:

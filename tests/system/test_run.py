@@ -125,6 +125,7 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         assert 0.9 < line["correction_min"] <= line["correction_mean"] <= line["correction_max"] < 1.1
         assert (round(line["correction_ess"], 3), line["correction_high"], line["correction_low"]) == (1, 0, 0)
+        assert line["silent_samples"] == line["samples"] == 4 * 8
     assert (made["steps"], made["samples_trained"], made["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert made["logprob_gap_p99"] < 1e-4
     assert cli.invoke(["replay", str(folder), "--step", "3"]) == 0

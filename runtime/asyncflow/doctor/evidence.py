@@ -59,10 +59,6 @@ class Evidence:
         """True if a model is trained on its own responses; otherwise rewards, losses and lengths have no meaning."""
         return self.spec.rollout.engine.name != "simulated" and any("loss" in step for step in self.steps)
 
-    def silent(self, last: int) -> list[float]:
-        """Return the samples without an advantage in each of the ``last`` steps; steps count them once per epoch."""
-        return [count / self.spec.algorithm.epochs for count in self.values("silent_samples", last)]
-
     def values(self, name: str, last: int | None = None) -> list[float]:
         """Return a figure of the steps that have it, or of the ``last`` ones of them.
 

@@ -48,7 +48,7 @@ def constant_reward(evidence: Evidence) -> Words | None:
     same = list(takewhile(lambda reward: reward == rewards[-1], reversed(rewards)))
     if not evidence.learns or len(same) < FEWEST or rewards[-1] >= _passes(evidence):
         return None
-    silent, of = evidence.silent(len(same)), evidence.spec.algorithm.samples_per_step
+    silent, of = evidence.values("silent_samples", len(same)), evidence.spec.algorithm.samples_per_step
     if silent and min(silent) < of:
         return None
     no_advantage = f", and all {of} samples of each step have the advantage 0" if silent else ""
@@ -64,7 +64,7 @@ def constant_reward(evidence: Evidence) -> Words | None:
 
 def equal_groups(evidence: Evidence) -> Words | None:
     """Find groups whose samples have equal rewards although the task is not solved."""
-    silent, rewards = evidence.silent(RECENT), evidence.values("reward", RECENT)
+    silent, rewards = evidence.values("silent_samples", RECENT), evidence.values("reward", RECENT)
     if not evidence.learns or len(silent) < FEWEST or constant_reward(evidence) is not None:
         return None
     of, equal = evidence.spec.algorithm.samples_per_step, statistics.median(silent)

@@ -43,7 +43,8 @@ _POLL_S = 0.5
 _LOG_S = 60.0
 
 COMPUTED_TOKENS = "computed_tokens"
-COUNTS = ("silent_samples", COMPUTED_TOKENS, "packed_tokens")
+SILENT_SAMPLES = "silent_samples"
+COUNTS = (SILENT_SAMPLES, COMPUTED_TOKENS, "packed_tokens")
 """Metrics that add up over the updates of a step."""
 TOKEN_MEANS = (
     "kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual",

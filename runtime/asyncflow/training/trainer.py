@@ -45,6 +45,7 @@ from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints
 from asyncflow.training.loops import (
+    SILENT_SAMPLES,
     FilledSlot,
     SlotPrefetcher,
     TrainQueue,
@@ -433,7 +434,10 @@ class Trainer:
                 f"step {step} has {totals.samples if totals else 'unknown'} samples, but {tally.samples} came",
                 where="trainer",
             )
-        return tally, self._backend.finish_step(step)
+        metrics = self._backend.finish_step(step)
+        if SILENT_SAMPLES in metrics:  # each epoch counts them
+            metrics[SILENT_SAMPLES] /= self._settings.epochs
+        return tally, metrics
 
     async def _publish(self, step: int, weights: Callable[[], Tensors]) -> None:
         with self.meter("publish", step=step):
