@@ -58,6 +58,25 @@ def test_what_cannot_be_used_is_refused_in_words(monkeypatch: pytest.MonkeyPatch
             load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:", r"SyntaxError: .* \(faulty\.py:1\)"),
+        ("import os\nraise ValueError(3)", r"ValueError: 3 \(faulty\.py:2\)"),
+        ("import nowhere_at_all", r"No module named 'nowhere_at_all' \(faulty\.py:1\)"),
+    ],
+)
+def test_a_module_that_fails_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    (tmp_path / "faulty.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = EntryPoint(name="broken", value="faulty:A", group=ENGINES)
+    monkeypatch.setattr(plugins, "_offered", lambda group: {broken.name: broken})
+    with pytest.raises(ManifestError, match=f"here: 'broken' cannot be imported: .*{why}"):
+        load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
+
+
 def test_options_have_a_meaning_or_are_refused() -> None:
     assert read_options({"pace": 2}, Options, where="here") == Options(pace=2.0)
     with pytest.raises(ManifestError, match=r"here: unknown option hue, size\. Known: pace, loud"):

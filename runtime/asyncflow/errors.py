@@ -24,6 +24,8 @@ Invariant: an error that crosses a socket arrives as the same class with the sam
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -177,3 +179,15 @@ def from_wire(fields: dict[str, str]) -> AsyncFlowError:
     error = kind(fields.get("what", "unknown error"), where=fields.get("where", ""), hint=fields.get("hint", ""))
     error.from_peer = True
     return error
+
+
+def in_one_line(error: BaseException, *, folder: Path) -> str:
+    """Return an error of a user's code in one line, with the last place of its traceback in a file below ``folder``."""
+    if isinstance(error, AsyncFlowError):
+        return str(error)
+    (what,) = traceback.format_exception_only(error)[-1:]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    own = [(Path(file), line) for file, line in places if Path(file).is_relative_to(folder)]
+    return f"{what.strip()} ({own[-1][0].relative_to(folder)}:{own[-1][1]})" if own else what.strip()

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, in_one_line
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -59,9 +61,10 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
     try:
         with importing():
             loaded = found[name].load()
-    except (ImportError, AttributeError) as error:
-        hint = "Install what it needs, e.g. pip install 'asyncflow[torch]', or correct its entry point"
-        raise ManifestError(f"{name!r} cannot be imported: {error}", where=where, hint=hint) from error
+    except Exception as error:  # the module of a user may raise anything
+        why = in_one_line(error, folder=_folder_of(found[name].module))
+        hint = "Install what it needs, e.g. pip install 'asyncflow[torch]', or correct it or its entry point"
+        raise ManifestError(f"{name!r} cannot be imported: {why}", where=where, hint=hint) from error
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"Correct its entry point in {group}")
     return loaded
@@ -70,6 +73,12 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
 def find_installed() -> None:
     """Cache the entry points of the installed packages, for this process and the processes forked from it."""
     _select(tuple(sys.path))
+
+
+def _folder_of(module: str) -> Path:
+    """Return the folder of the top-level package or module to which ``module`` belongs."""
+    spec = find_spec(module.partition(".")[0])
+    return Path(spec.origin if spec is not None and spec.origin is not None else module).parent
 
 
 def _offered(group: str) -> dict[str, EntryPoint]:

@@ -48,6 +48,30 @@ def test_absurd_ratio_stays_finite() -> None:
     assert np.isfinite([loss, gradient]).all()
 
 
+class Mean(Algorithm):
+    def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
+        terms = super().policy(tokens, clip)
+        return terms._replace(loss=terms.loss.mean())
+
+
+class Bare(Algorithm):
+    def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
+        return super().policy(tokens, clip).loss  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (Mean(), r"Mean\.policy returned loss of the shape \(\) for 2 tokens\. Return PolicyTerms with one value for"),
+        (Bare(), r"Bare\.policy returned an object of the type Tensor for 2 tokens"),
+    ],
+)
+def test_terms_that_are_not_one_for_each_token_are_refused(algorithm: Algorithm, said: str) -> None:
+    values = torch.full((2,), -1.0)
+    with pytest.raises(ManifestError, match=said):
+        Loss(algorithm=algorithm).tokens(values, behaviour=values, advantages=values, reference=None, entropy=None)
+
+
 @pytest.mark.parametrize("name", ["k3", "k3+"])
 def test_an_absurd_divergence_stays_finite(name: KlName) -> None:
     logprobs = torch.tensor([-1000.0], requires_grad=True)

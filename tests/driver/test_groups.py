@@ -101,6 +101,19 @@ def test_a_group_of_one_reward_has_nothing_to_be_compared_with() -> None:
     assert policy().decide(group_of(1)).reason == policy().decide(group_of()).reason == TOO_FEW_REWARDS
 
 
+class Faulty(Grpo):
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
+        return {}["mean"] if rewards[0] else rewards[1:]  # type: ignore[return-value]
+
+
+def test_a_class_that_fails_ends_the_job_and_its_line_is_named() -> None:
+    faulty = policy(algorithm=Faulty())
+    with pytest.raises(ManifestError, match=r"Faulty failed for the rewards .*: KeyError: 'mean' \(test_groups\.py:"):
+        faulty.decide(group_of(1, 0))
+    with pytest.raises(ManifestError, match=r"Faulty\.advantages returned an array of the shape \(1,\) for 2 samples"):
+        faulty.decide(group_of(0, 1))
+
+
 def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -> None:
     rewards = (0, 0, 0, 1, 1, 2)
     plain, shuffled = policy(), policy(shuffle_seed=3)

@@ -190,6 +190,7 @@ def test_a_role_that_refuses_its_input_is_not_started_again(start):
     assert run.wait() == 1
     said = run.said()
     assert "refused its input" in said
+    assert "driver-0.log: " not in said, "the log is removed with the folder of the start"
     assert "refused: True" in said
     assert [placed.attempt for placed in run.record().processes] == [0, 0]
 

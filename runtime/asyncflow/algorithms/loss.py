@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.base import Algorithm, Tokens
+from asyncflow.algorithms.base import NAME, Algorithm, Tokens
 from asyncflow.algorithms.correction import Correction, CorrectionTerms
 from asyncflow.algorithms.grpo import Grpo
 from asyncflow.algorithms.losses import Clip, KlName, KlTarget, PolicyTerms, kl_penalty
@@ -79,6 +79,7 @@ class Aggregation:
         return float(max(1, totals.tokens if self.name == "token-mean" else totals.sequences))
 
 
+_OF_TOKENS = ("loss", "ratio", "clipped_low", "clipped_high", "clipped_dual")
 OldName = Literal["behaviour", "recompute", "lagged"]
 
 
@@ -181,6 +182,7 @@ class Loss:
         policy = self.algorithm.policy(
             Tokens(logprobs, old, advantages, sequences, reference=reference, pairs=pairs), self.clip
         )
+        self._check(policy, len(logprobs))
         total, divergence, correction = policy.loss, None, None
         if self.correction is not None:
             weighed = own if self.old == "behaviour" else old
@@ -195,3 +197,18 @@ class Loss:
         if entropy is not None:
             total = total - self.entropy * entropy
         return TokenLoss(total, policy, divergence, correction)
+
+    def _check(self, policy: object, count: int) -> None:
+        """Raise ManifestError unless the algorithm returned the terms of ``count`` tokens.
+
+        A loss of another shape could be broadcast silently: the mean over all tokens would be another objective.
+        """
+        if not isinstance(policy, PolicyTerms):
+            found = f"an object of the type {type(policy).__name__}"
+        elif wrong := [name for name in _OF_TOKENS if getattr(policy, name).shape != (count,)]:
+            found = f"{wrong[0]} of the shape {tuple(getattr(policy, wrong[0]).shape)}"
+        else:
+            return
+        what = f"{type(self.algorithm).__name__}.policy returned {found} for {count} tokens"
+        hint = "Return PolicyTerms with one value for each token; AsyncFlow computes the mean"
+        raise ManifestError(what, where=NAME, hint=hint)

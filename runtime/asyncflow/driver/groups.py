@@ -22,11 +22,13 @@ held when it ended is counted again by the next one.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -34,7 +36,7 @@ import numpy as np
 from msgspec import Meta
 
 from asyncflow.algorithms.advantages import zero_variance
-from asyncflow.algorithms.base import OUTCOME, Algorithm, Group, algorithm_of
+from asyncflow.algorithms.base import NAME, OUTCOME, Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
@@ -42,7 +44,7 @@ from asyncflow.driver.components import ComponentMeans
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
-from asyncflow.errors import ManifestError, Refused
+from asyncflow.errors import AsyncFlowError, ManifestError, Refused, in_one_line
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import FILTERED, TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import TURN_REWARDS
@@ -231,13 +233,29 @@ class GroupPolicy:
         )
 
     def decide(self, group: Group) -> GroupDecision:
-        """Return the decision about the samples of a group that have a reward."""
+        """Return the decision about the samples of a group that have a reward.
+
+        Raises ManifestError if the class of the algorithm raises an error or returns values of another shape.
+        """
+        try:
+            return self._decision(group)
+        except AsyncFlowError:
+            raise
+        except Exception as error:
+            kind = type(self.algorithm)
+            log.exception("the algorithm failed for the group %d", group.serial)
+            why = in_one_line(error, folder=Path(inspect.getfile(kind)).parent)
+            what = f"{kind.__name__} failed for the rewards {group.rewards.tolist()}: {why}"
+            raise ManifestError(what, where=NAME, hint="Correct the class") from error
+
+    def _decision(self, group: Group) -> GroupDecision:
         if (reason := self._refusal(group)) is not None:
             return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
             rng = np.random.default_rng([self.shuffle_seed, group.serial])
             group = group.permuted(_order(len(group.rewards), rng, compared=self.algorithm.compares))
-        shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
+        shaped = self._one_each(self.algorithm.shaped(group), group, method="shaped")
+        left_out = self.algorithm.excluded(group)
         if len(left_out) == len(shaped):
             return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
         if self.algorithm.writes == OUTCOME:
@@ -245,7 +263,17 @@ class GroupPolicy:
         if self.algorithm.by_turn:
             turns = self.algorithm.turn_advantages(group, shaped)
             return GroupDecision(None, left_out, np.array([each.mean() for each in turns], np.float32), turns)
-        return GroupDecision(None, left_out, self.algorithm.advantages(shaped))
+        advantages = self._one_each(self.algorithm.advantages(shaped), group, method="advantages")
+        return GroupDecision(None, left_out, advantages.astype(np.float32))
+
+    def _one_each(self, values: Any, group: Group, *, method: str) -> np.ndarray:
+        """Return as an array what a method of the algorithm returned: a number for each sample of a group."""
+        found = np.asarray(values)
+        if found.shape != group.rewards.shape:
+            what = f"{type(self.algorithm).__name__}.{method} returned an array of the shape {found.shape}"
+            what += f" for {len(group.rewards)} samples"
+            raise ManifestError(what, where=NAME, hint="Return one number for each sample, float[n]")
+        return found
 
     def alike(self, group: Group) -> Alike | None:
         """Return "right" or "wrong" if all samples of a group have the same reward, None otherwise."""

@@ -432,9 +432,8 @@ class Supervisor:
             return RoleFailed(what, where=str(log.path), hint="Remove the cause, and continue with --resume")
         last = "".join(f"\n    {line}" for line in log.tail())
         hint = f"Its last log lines:{last}" if last else "It has written nothing to its log"
-        return RoleFailed(
-            f"{result.culprit} ended with {result.status} and {result.reason}", where=str(log.path), hint=hint
-        )
+        where = "" if result.status.final else str(log.path)  # the log of a refused start is removed
+        return RoleFailed(f"{result.culprit} ended with {result.status} and {result.reason}", where=where, hint=hint)
 
     def _save(self) -> bool:
         """Write the record: before a process starts, so that no attempt is ever used twice, and after each change.

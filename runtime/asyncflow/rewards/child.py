@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import in_one_line
 from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
 from asyncflow.rewards.calling import Extractor, RewardFunction, end_of, failed_with_traceback
@@ -55,7 +55,7 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
             from asyncflow.rewards.concurrent import serve_concurrently
     except Exception as error:  # noqa: BLE001  a user's module may raise anything; the pool reports it
         traceback.print_exc()
-        why = _cause(error, workdir=request.workdir)
+        why = in_one_line(error, folder=Path(request.workdir))
         _write(answers, ScoreAnswer(nonce=request.nonce, failure="raised", detail=end_of(why)))
         return
     ready = ScoreAnswer(
@@ -69,18 +69,6 @@ def serve(loaded: Callable[[Load], RewardFunction]) -> None:
     while (question := _read(questions, Question)) is not None:
         sandbox.limit_cpu(question.seconds)
         _write(answers, answer(function, extractor, question), question)
-
-
-def _cause(error: Exception, *, workdir: str) -> str:
-    """Return the error in one line, with the last place of its traceback that is in a file of the job's folder."""
-    if isinstance(error, AsyncFlowError):
-        return str(error)
-    (what,) = traceback.format_exception_only(error)[-1:]
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):
-        places.append((error.filename or "", error.lineno))
-    own = [(Path(file), line) for file, line in places if Path(file).is_relative_to(workdir)]
-    return f"{what.strip()} ({own[-1][0].relative_to(workdir)}:{own[-1][1]})" if own else what.strip()
 
 
 def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
