@@ -77,6 +77,13 @@ def test_a_module_that_fails_is_refused_with_its_line(
         load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
 
 
+def test_a_class_without_a_required_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = EntryPoint(name="bare", value=f"{RolloutEngine.__module__}:RolloutEngine", group=ENGINES)
+    monkeypatch.setattr(plugins, "_offered", lambda group: {bare.name: bare})
+    with pytest.raises(ManifestError, match=r"here: 'bare': the class RolloutEngine lacks .*generate.*\. Define what"):
+        load_plugin(ENGINES, "bare", kind=RolloutEngine, where="here")
+
+
 def test_options_have_a_meaning_or_are_refused() -> None:
     assert read_options({"pace": 2}, Options, where="here") == Options(pace=2.0)
     with pytest.raises(ManifestError, match=r"here: unknown option hue, size\. Known: pace, loud"):

@@ -51,7 +51,7 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
     """Return the plug-in class ``name``, a subclass of ``kind``.
 
     where: the field of the manifest that names it; built_in: further names that the field may have, for the error.
-    Raises ManifestError if no package offers it, if it cannot be imported, or if it is not a subclass of ``kind``.
+    Raises ManifestError if no package offers it, it cannot be imported, or it is no complete subclass of ``kind``.
     """
     found = _offered(group)
     if name not in found:
@@ -67,6 +67,9 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
         raise ManifestError(f"{name!r} cannot be imported: {why}", where=where, hint=hint) from error
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"Correct its entry point in {group}")
+    if absent := ", ".join(sorted(getattr(loaded, "__abstractmethods__", ()))):
+        hint = f"Define what the base class {kind.__name__} requires"
+        raise ManifestError(f"{name!r}: the class {loaded.__name__} lacks {absent}", where=where, hint=hint)
     return loaded
 
 
