@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinks_world import EXAMPLE, RunFolder, again, evaluation, job_with, step, third_party, wandb_records
+from sinks_world import EXAMPLE, THIRD_PARTY, RunFolder, again, evaluation, job_with, step, third_party, wandb_records
 
 from asyncflow.api.load import load_job
 from asyncflow.commands.sinks import sinks as feed_sinks
@@ -185,6 +185,18 @@ def test_a_sink_that_is_fed_alone_is_named_by_its_number_in_the_job(tmp_path: Pa
     job.write_text(made.model_dump_json(by_alias=True, exclude_none=True))
     with pytest.raises(ManifestError, match=r"spec.telemetry.sinks\[1\].options: unknown option colour"):
         feed_sinks(tmp_path, kind="tensorboard", job=job, follow=False)
+
+
+def test_a_sink_that_fails_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = third_party(tmp_path)
+    (site / "faulty_sinks.py").write_text(THIRD_PARTY.replace("if self._fails:", "if {}['q']:"))
+    points = site / "third_sinks-1.dist-info" / "entry_points.txt"
+    points.write_text("[asyncflow.metric_sinks]\nfaulty = faulty_sinks:Lines\n")
+    monkeypatch.syspath_prepend(site)
+    run = RunFolder(tmp_path / "run", job_with([{"kind": "faulty"}]))
+    run.steps(*STEPS)
+    with pytest.raises(AsyncFlowError, match=r"sink faulty: KeyError: 'q' \(faulty_sinks\.py:\d+\)"):
+        feed_sinks(run.path, kind="faulty", job=run.path / "job.yaml", follow=False)
 
 
 def test_a_sink_is_told_nothing_that_may_be_secret(tmp_path: Path) -> None:

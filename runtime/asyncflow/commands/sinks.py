@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import click
 
 from asyncflow.api.load import load_job
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError, in_one_line
 from asyncflow.local.folder import JOB, check_run
-from asyncflow.telemetry.sinks.base import check_sink
+from asyncflow.telemetry.sinks.base import check_sink, sink_class
 from asyncflow.telemetry.sinks.feed import feed
 
 _MOST = 400
@@ -37,6 +38,7 @@ def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> Non
         except AsyncFlowError:
             raise
         except Exception as error:
-            message = " ".join(str(error).split())[:_MOST] or "no message"
-            raise AsyncFlowError(f"{type(error).__name__}: {message}", where=f"sink {sink.kind}") from error
+            where = f"sink {sink.kind}"
+            folder = Path(inspect.getfile(sink_class(sink.kind, where=where))).parent
+            raise AsyncFlowError(" ".join(in_one_line(error, folder=folder).split())[:_MOST], where=where) from error
         click.echo(f"{sink.kind}: {written} lines written")

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 import msgspec
 import numpy as np
 
-from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, in_one_line
 from asyncflow.process import adopt_orphans, die_with_parent, reap
 from asyncflow.rewards.wire import LENGTH
 from asyncflow.tasks.loading import SHOWN, load_function
@@ -97,7 +97,7 @@ class FunctionProcess:
         if answer.failure:
             self.kill()
             raise ManifestError(
-                f"the function cannot be loaded: {answer.failure.strip()}",
+                f"{function!r} cannot be loaded: {answer.failure}",
                 where="spec.tasks",
                 hint="Put its module next to the manifest or install it; define it as def function(rows, config)",
             )
@@ -173,8 +173,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal: the parent ends this process
     try:
         function = load_function(request.function, workdir=Path(request.workdir))
-    except (Exception, SystemExit):  # noqa: BLE001  the user's module may raise anything: the parent reports it
-        _write(answers, FunctionLoaded(failure=_raised().tail))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything: the parent reports it
+        traceback.print_exc()
+        _write(answers, FunctionLoaded(failure=in_one_line(error, folder=Path(request.workdir))))
         return
     _write(answers, FunctionLoaded(is_async=inspect.iscoroutinefunction(function)))
     while (call := _read(requests, FunctionCall)) is not None:
