@@ -53,8 +53,8 @@ def test_others_are_heard_from_warning_on(stream: io.StringIO) -> None:
 
 def test_setting_up_again_replaces_and_does_not_repeat(stream: io.StringIO) -> None:
     second = io.StringIO()
-    setup_logging("trainer", 0, level="DEBUG", stream=second)
-    logging.getLogger("asyncflow.test").debug("once")
+    setup_logging("trainer", 0, stream=second)
+    logging.getLogger("asyncflow.test").info("once")
     assert stream.getvalue() == ""
     assert second.getvalue().count("once") == 1
     assert "trainer-0" in second.getvalue()

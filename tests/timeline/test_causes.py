@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,7 +209,7 @@ def test_each_idle_second_has_one_cause_and_the_seconds_sum_to_the_time_in_the_w
             whole = {span.end for span in before.main}
             assert not same or one.end in whole or (one.cause, one.by) != (other.cause, other.by)
     spent, middle = shares(found), (timeline.begin + timeline.end) / 2
-    halves = shares(found, end=middle), shares(found, begin=middle)
+    halves = shares(msgspec.structs.replace(found, end=middle)), shares(found, begin=middle)
     for track in timeline.tracks:
         lived = max(0, min(track.end, timeline.end) - max(track.begin, timeline.begin))
         share = spent.get(track.name)

@@ -138,8 +138,8 @@ def training_devices(devices: int, *, node: int = 0) -> list[int]:
     return sorted({*range(step, devices, step), *whole, *(n for n in range(1, 9) if n < devices)})
 
 
-def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Split]:
-    """Yield the splits that fit. all_trainers: with every trainer instead of the fastest one only.
+def splits(problem: SplitProblem) -> Iterator[Split]:
+    """Yield the splits that fit, with the fastest trainer of each number of devices.
 
     Raises ManifestError, with the arithmetic, if none fits.
     """
@@ -147,7 +147,7 @@ def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Spl
     engines_ = problem.engines(most=problem.devices - 1)
     for count in training_devices(problem.devices, node=problem.device.node if problem.shape.experts else 0):
         fitting = problem.trainers(count)
-        for each in fitting if all_trainers else fitting[:1]:
+        for each in fitting[:1]:
             for engine_ in engines_:
                 if instances := min((problem.devices - count) // engine_.layout.devices, problem.work.samples):
                     found = True

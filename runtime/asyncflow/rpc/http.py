@@ -168,10 +168,8 @@ class HttpServer:
         )
         self._listener: Listener | None = None
 
-    async def start(
-        self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
-    ) -> str:
-        """Start to serve, and return the URL that peers dial, with ``advertise`` as its host if it is set.
+    async def start(self, host: str = "127.0.0.1", port: int = 0, *, bound: socket.socket | None = None) -> str:
+        """Start to serve, and return the URL that peers dial.
 
         Port 0 selects a free port. Another port is also served on loopback if it is free there, for ``kubectl
         port-forward``. bound: a socket that is already bound to host and port. Raises Refused if it cannot listen.
@@ -200,7 +198,7 @@ class HttpServer:
             make_room=partial(self._make_room, server),
             refused=self._guard.count if self._guard is not None else lambda refused: log.debug("%s", refused),
         )
-        address = addresses.address_of(await addresses.dialled(host, advertise), bound.getsockname()[1])
+        address = addresses.address_of(await addresses.dialled(host), bound.getsockname()[1])
         return address.replace(addresses.SCHEME, f"{self._scheme}://")
 
     async def close(self) -> None:

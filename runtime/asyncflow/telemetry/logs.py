@@ -38,10 +38,9 @@ class _Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def setup_logging(role: str, index: int, *, level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send all log records of this process to ``stream`` (stderr), replacing any previous configuration.
-
-    level: minimum level of asyncflow's own records; records of other loggers are shown from WARNING on.
+def setup_logging(role: str, index: int, *, stream: TextIO | None = None) -> None:
+    """Send log records of this process to ``stream`` (stderr), replacing any previous configuration: asyncflow's from
+    INFO up, all others from WARNING up.
     """
     handler = _Handler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(f"{role}-{index}"))
@@ -50,5 +49,5 @@ def setup_logging(role: str, index: int, *, level: str = "INFO", stream: TextIO 
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("asyncflow").setLevel(level)
+    logging.getLogger("asyncflow").setLevel(logging.INFO)
     logging.captureWarnings(capture=True)

@@ -73,16 +73,16 @@ def attribute(timeline: Timeline) -> Timeline:
     return msgspec.structs.replace(timeline, tracks=tracks)
 
 
-def shares(timeline: Timeline, *, begin: float | None = None, end: float | None = None) -> dict[str, Shares]:
+def shares(timeline: Timeline, *, begin: float | None = None) -> dict[str, Shares]:
     """Return the seconds of each process inside the window, summed over its lives, by its name; trainers first.
 
-    timeline: with causes (``attribute``); begin, end: replace the timeline's own window.
+    timeline: with causes (``attribute``); begin: replaces the begin of its window.
     """
-    begin, end = timeline.begin if begin is None else begin, timeline.end if end is None else end
+    begin = timeline.begin if begin is None else begin
     found: dict[str, Shares] = {}
     for track in timeline.tracks:
         for span in track.main:
-            seconds = min(span.end, end) - max(span.begin, begin)
+            seconds = min(span.end, timeline.end) - max(span.begin, begin)
             if seconds > 0:
                 known = found.setdefault(track.name, Shares(role=track.role, index=track.index))
                 known.add(span, seconds)
