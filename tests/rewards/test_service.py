@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.rewards.components import WeightedRewards
-from asyncflow.rewards.service import Greeting, RewardClient, ScoreReply, open_rewards
-from asyncflow.rewards.wire import LENGTH, Example, RewardResult, frame
+from asyncflow.rewards.service import Greeting, RewardClient, RewardServer, ScoreReply, open_rewards
+from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, RewardResult, frame
 
 REWARD = """
     function: "%s"
@@ -206,3 +206,40 @@ def test_a_substrate_chooses_by_a_variable(place: Place, monkeypatch: pytest.Mon
     assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), WeightedRewards)
     monkeypatch.setenv(REWARD_SOCKET_ENV, str(place.socket))
     assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardClient)
+
+
+class Talkative:
+    """An environment whose answers are as long as the prompt says. may: set when it may answer "wait"."""
+
+    by_group = False
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
+        if examples[0].prompt == "wait":
+            await self.may.wait()
+            return [RewardResult(value=1.0)]
+        return [RewardResult(value=0.0, text="x" * int(example.prompt)) for example in examples]
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_reply_that_is_too_large_fails_its_call_and_no_other(tmp_path: Path) -> None:
+    rewards = Talkative()
+    server = RewardServer(rewards, path=tmp_path / "socket")
+    await server.start()
+    client = RewardClient(tmp_path / "socket", start_timeout_s=20.0, silence_s=20.0)
+    await client.start()
+    other = asyncio.create_task(client.score([Example(prompt="wait", response="")]))
+    results = await client.score([Example(prompt=str(MAX_FRAME // 8), response="")] * 8)
+    assert [result.failure for result in results] == ["invalid"] * 8
+    assert f"is larger than {MAX_FRAME} bytes" in results[0].detail
+    rewards.may.set()
+    assert [result.value for result in await other] == [1.0]
+    await client.close()
+    await server.close()

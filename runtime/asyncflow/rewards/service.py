@@ -160,7 +160,12 @@ class RewardServer:
 
     async def _score(self, request: ScoreRequest, writer: asyncio.StreamWriter) -> None:
         results = await self._rewards.score(request.examples)
-        writer.write(frame(ScoreReply(number=request.number, results=results)))
+        try:
+            reply = frame(ScoreReply(number=request.number, results=results))
+        except ValueError as error:
+            failed = RewardResult(value=0.0, failure="invalid", detail=f"the results of a call: {error}")
+            reply = frame(ScoreReply(number=request.number, results=[failed] * len(results)))
+        writer.write(reply)
 
 
 class RewardClient:
