@@ -212,14 +212,18 @@ def test_of_a_constant_reward_nothing_else_is_said() -> None:
 
 
 def test_starved_trainer_is_told_the_rollouts_that_leave_it_waiting_as_the_policy_aims_at() -> None:
-    words = CHECK_OF["trainer-starved"].examine(evidence(lines=steps(wait=0.75), **rollout(busy=1.0, tokens=1000)))
+    starved = {"lines": steps(wait=0.75), **rollout(busy=1.0, tokens=1000)}
+    words, after = (CHECK_OF["trainer-starved"].examine(evidence(**starved, **more)) for more in (waiting(""), {}))
     assert words is not None
+    assert after is not None
     # One rollout makes g, training takes g / (1 - 0.75) = 4 g; to wait a tenth of the time it needs 3.6 g.
     assert "rollout.replicas: 4 instead of 1 leaves it waiting 10 % (asyncflow scale DIR rollout=4)" in words.change
+    assert "rollout.replicas: 4 instead of 1 leaves it waiting 10 %; or" in after.change, "a run that has ended"
 
 
 def test_more_rollouts_than_there_may_be_are_not_to_be_scaled_to() -> None:
-    starved = evidence("rollout.maxReplicas=3", lines=steps(wait=0.75), **rollout(busy=1.0, tokens=1000))
+    more = rollout(busy=1.0, tokens=1000) | waiting("")
+    starved = evidence("rollout.maxReplicas=3", lines=steps(wait=0.75), **more)
     words = CHECK_OF["trainer-starved"].examine(starved)
     assert words is not None
     assert "rollout.replicas: 4 instead of 1 leaves it waiting 10 %, with rollout.maxReplicas: 4" in words.change

@@ -49,8 +49,10 @@ def trainer_starved(evidence: Evidence) -> Words | None:
         return None
     rollouts, target = evidence.rollouts, evidence.spec.elasticity.target_trainer_wait_share
     balanced = _balanced(evidence, waits=waits, idle=idle)
-    allowed = balanced <= evidence.spec.rollout.max_replicas
-    how = f" (asyncflow scale DIR rollout={balanced})" if allowed else f", with rollout.maxReplicas: {balanced}"
+    if balanced > evidence.spec.rollout.max_replicas:
+        how = f", with rollout.maxReplicas: {balanced}"
+    else:
+        how = f" (asyncflow scale DIR rollout={balanced})" if evidence.status is not None else ""
     return Words(
         "the rollouts are the bottleneck: the trainer is starved",
         f"the trainer waits for samples {percent(waits)} of its time, the rollouts ({rollouts}) are busy "
