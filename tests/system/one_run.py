@@ -96,7 +96,7 @@ def pid_of(folder: Path, role: str, index: int) -> int:
     return int(next(entry["pid"] for entry in record["processes"] if (entry["role"], entry["index"]) == (role, index)))
 
 
-def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float = 60) -> None:
+def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float = 120) -> None:
     deadline = time.monotonic() + within_s
     metrics = folder / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
