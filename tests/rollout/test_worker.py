@@ -387,7 +387,10 @@ async def test_staggered_one_changes_weights_while_the_other_goes_on(world, swap
     await world.publish(0)
     both = [await world.rollout(name, token_s=0.02, swap_at=swap_at, staggered=True) for name in ("r0", "r1")]
     await world.put(range(400), step=1, oldest=0, newest=9)
-    await until(lambda: all(rollout.instance.running >= 8 for rollout in both), "sequences")
+    await until(
+        lambda: all(each.instance.running >= 8 and each.worker.status()["tokens_generated"] for each in both),
+        "tokens of both",
+    )
     grant, found = world.permits.grant, []
 
     def observed(*known, **when):
