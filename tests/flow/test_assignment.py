@@ -1,5 +1,7 @@
 """The prompt assignment: every serial in one step, every step filled again after filtering."""
 
+import pickle
+
 from count_work import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,3 +166,43 @@ def test_whatever_is_finished_first_fills_the_lowest_step_that_may_have_it(order
         assert assignment.running == len(unfinished)
         open_steps = {step_of[each] for each in unfinished}
         assert [assignment.complete(step) for step in range(1, 5)] == [step not in open_steps for step in range(1, 5)]
+
+
+@given(st.lists(st.sampled_from(["issue", "finish", "filter", "commit"]), max_size=60))
+def test_a_committed_step_is_forgotten_without_any_other_effect(what: list[str]) -> None:
+    remembers, forgets = (PromptAssignment(prompts_per_step=2, steps=6) for _ in range(2))
+    open_serials: list[int] = []
+    decided: list[int] = []
+    committed = 0
+    for each in what:
+        if each == "issue" and (pair := remembers.issue()) is not None:
+            assert forgets.issue() == pair
+            open_serials.append(pair[0])
+        elif each in ("finish", "filter") and open_serials:
+            serial = open_serials.pop(0)
+            assert remembers.finish(serial)
+            assert forgets.finish(serial)
+            if each == "filter":
+                assert remembers.exclude(serial)
+                assert forgets.exclude(serial)
+            decided.append(serial)
+        elif each == "commit" and remembers.complete(committed + 1):
+            committed += 1
+            forgets.forget(committed=committed)
+        for serial in decided:
+            assert not forgets.finish(serial)
+        assert forgets.unfinished(trained_step=committed) == remembers.unfinished(trained_step=committed)
+        for count in ("dispatched", "running", "issued", "full"):
+            assert getattr(forgets, count) == getattr(remembers, count)
+
+
+def test_the_memory_of_an_assignment_does_not_grow_with_the_steps() -> None:
+    assignment = PromptAssignment(prompts_per_step=100, steps=1_000)
+    for step in range(1, 1_001):
+        issued = [assignment.issue() for _ in range(100)]
+        assignment.mark_put([pair[0] for pair in issued if pair is not None])
+        for pair in issued:
+            assert pair is not None
+            assignment.finish(pair[0])
+        assignment.forget(committed=step)
+    assert len(pickle.dumps(assignment)) < 100_000, "100,000 prompts were issued"

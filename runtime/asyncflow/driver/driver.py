@@ -477,6 +477,8 @@ class Driver:
             if stats.committed != committed:
                 await self._ending.committed()
                 committed = stats.committed
+                if self._ending.checkpoint is not None:
+                    self.assignment.forget(committed=self._ending.checkpoint[0])
             if (
                 stats.limit
                 and stats.bytes > FULL * stats.limit

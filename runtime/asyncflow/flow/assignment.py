@@ -5,8 +5,9 @@ step lacks a prompt again and gets the next serial. Under ``fill: completion`` a
 step with a group that is late.
 
 Invariants: every serial below ``next_serial`` belongs to exactly one step, was skipped, or is missing (never created);
-a step never has more than ``prompts_per_step`` groups that are neither filtered nor dropped. Trained steps cost no work
-when the driver asks for counts, which it does whenever a group is finished.
+a step never has more than ``prompts_per_step`` groups that are neither filtered nor dropped. A committed step
+needs no memory for its prompts, and a trained one no work when the driver asks for counts, which it does whenever a
+group is finished.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class PromptAssignment:
 
     def finish(self, serial: int) -> bool:
         """Record that the group was generated and decided. Return False if that was recorded before."""
-        if serial in self._finished:
+        if serial not in self._step_of or serial in self._finished:
             return False
         self._finished.add(serial)
         step = self._step_of[serial]
@@ -121,7 +122,7 @@ class PromptAssignment:
         The step is the lowest one with an unfinished group that is below the group's own step and has the same
         ``alike``. None if there is no such step. Prompts that an earlier driver put are never late.
         """
-        own = self._step_of[serial]
+        own = self._step_of.get(serial, 0)
         steps = [step for step in self._out if step < own and alike(step) == alike(own)]
         return (min(steps), max(self._out[min(steps)])) if steps else None
 
@@ -144,7 +145,7 @@ class PromptAssignment:
 
     def exclude(self, serial: int) -> bool:
         """Record that the group was filtered or dropped; its step lacks a prompt. Return False if recorded before."""
-        if serial in self._excluded:
+        if serial not in self._step_of or serial in self._excluded:
             return False
         self._excluded.add(serial)
         step = self._step_of[serial]
@@ -152,6 +153,13 @@ class PromptAssignment:
         self.dispatched -= 1
         self._lowest = min(self._lowest, step)
         return True
+
+    def forget(self, *, committed: int) -> None:
+        """Forget the prompts of the steps up to ``committed``: no group of theirs is generated or decided again."""
+        old = {serial for serial, step in self._step_of.items() if step <= committed}
+        self._step_of = {serial: step for serial, step in self._step_of.items() if serial not in old}
+        self._finished -= old
+        self._excluded -= old
 
     def restore(
         self, steps: Mapping[int, LedgerStep], *, committed: int, next_serial: int, missing: Iterable[int]
