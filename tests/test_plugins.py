@@ -84,6 +84,32 @@ def test_a_class_without_a_required_method_is_refused(monkeypatch: pytest.Monkey
         load_plugin(ENGINES, "bare", kind=RolloutEngine, where="here")
 
 
+class Animal:
+    def speak(self) -> str:
+        return ""
+
+
+class Misspelt(Animal):
+    def speek(self) -> str:
+        return "moo"
+
+
+class Helped(Misspelt):
+    def speak(self) -> str:
+        return self.speek()
+
+
+def test_a_name_that_is_nearly_one_of_the_base_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {name: EntryPoint(name=name, value=f"{__name__}:{name}", group="own") for name in ("Misspelt", "Helped")}
+    monkeypatch.setattr(plugins, "_offered", lambda group: points)
+    told = (
+        r"here: 'Misspelt': nothing uses speek of the class Misspelt\. If it replaces speak of Animal, correct"
+    )
+    with pytest.raises(ManifestError, match=told):
+        load_plugin("own", "Misspelt", kind=Animal, where="here")
+    assert load_plugin("own", "Helped", kind=Animal, where="here").__name__ == "Helped"
+
+
 def test_options_have_a_meaning_or_are_refused() -> None:
     assert read_options({"pace": 2}, Options, where="here") == Options(pace=2.0)
     with pytest.raises(ManifestError, match=r"here: unknown option hue, size\. Known: pace, loud"):

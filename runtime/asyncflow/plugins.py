@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -51,7 +52,8 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
     """Return the plug-in class ``name``, a subclass of ``kind``.
 
     where: the field of the manifest that names it; built_in: further names that the field may have, for the error.
-    Raises ManifestError if no package offers it, it cannot be imported, or it is no complete subclass of ``kind``.
+    Raises ManifestError if no package offers it, it cannot be imported, it is no complete subclass of ``kind``, or an
+    attribute seems to be misspelt.
     """
     found = _offered(group)
     if name not in found:
@@ -70,7 +72,23 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str, built_in:
     if absent := ", ".join(sorted(getattr(loaded, "__abstractmethods__", ()))):
         hint = f"Define what the base class {kind.__name__} requires"
         raise ManifestError(f"{name!r}: the class {loaded.__name__} lacks {absent}", where=where, hint=hint)
+    for attribute, meant in _misspelt(loaded, kind):
+        what = f"{name!r}: nothing uses {attribute} of the class {loaded.__name__}"
+        hint = f"If it replaces {meant} of {kind.__name__}, correct its name; otherwise begin its name with _"
+        raise ManifestError(what, where=where, hint=hint)
     return loaded
+
+
+def _misspelt(loaded: type[Any], kind: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield each public attribute of a plug-in that nearly has the name of one of ``kind`` that it does not replace.
+
+    It would be ignored without a word, and the default be used.
+    """
+    own = {name for each in loaded.__mro__ if not issubclass(kind, each) for name in vars(each)}
+    replaceable = [name for name in dir(kind) if not name.startswith("_") and name not in own]
+    for name in sorted(own):
+        if not (name.startswith("_") or hasattr(kind, name)):
+            yield from ((name, meant) for meant in get_close_matches(name, replaceable, n=1, cutoff=0.8))
 
 
 def find_installed() -> None:
