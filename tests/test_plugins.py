@@ -102,9 +102,7 @@ class Helped(Misspelt):
 def test_a_name_that_is_nearly_one_of_the_base_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     points = {name: EntryPoint(name=name, value=f"{__name__}:{name}", group="own") for name in ("Misspelt", "Helped")}
     monkeypatch.setattr(plugins, "_offered", lambda group: points)
-    told = (
-        r"here: 'Misspelt': nothing uses speek of the class Misspelt\. If it replaces speak of Animal, correct"
-    )
+    told = r"here: 'Misspelt': nothing uses speek of the class Misspelt\. If it replaces speak of Animal, correct"
     with pytest.raises(ManifestError, match=told):
         load_plugin("own", "Misspelt", kind=Animal, where="here")
     assert load_plugin("own", "Helped", kind=Animal, where="here").__name__ == "Helped"

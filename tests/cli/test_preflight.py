@@ -289,6 +289,22 @@ def test_a_reward_function_that_can_be_called_is_valid(manifest, judges, capsys,
     assert validated(capsys, manifest, f"reward.function={function}")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("judges:absent", "the module 'judges' has no function 'absent'"),
+        ("judges:good", "it cannot be called with rows and config: too many positional arguments"),
+        ("torn:f", "SyntaxError: expected ':' (torn.py:2)"),
+        ("leaves:f", "SystemExit: 3 (leaves.py:1)"),
+    ],
+)
+def test_the_function_of_a_task_is_loaded_in_a_process_of_its_own(manifest, judges, capsys, function, said):
+    writes = "writes: [{name: mark, dtype: int32, most: 1}]"
+    told = refused(capsys, manifest, f"tasks=[{{name: m, function: '{function}', reads: [response_ids], {writes}}}]")
+    assert f"spec.tasks[0].function: {function!r} cannot be loaded: {said}. Put its module next" in told
+    assert "judges" not in sys.modules
+
+
 def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(manifest, tmp_path, capsys, monkeypatch):
     for package in ("mooncake.engine", "torch"):
         monkeypatch.setitem(sys.modules, package, None)

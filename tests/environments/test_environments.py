@@ -123,7 +123,7 @@ def test_beside_a_rollout_nothing_is_scored_where_the_reward_is_a_role(tmp_path:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        ("played:nothing", "no function or class"),
+        ("played:nothing", "has no function 'nothing'"),
         ("played:needs_more", "cannot be called"),
         ("played:NoStep", r"no method step\(text\).* Define it"),
         ("played:AsyncStep", "or it is async"),

@@ -13,11 +13,11 @@ import pytest
 from leased_batch import batch
 
 from asyncflow.errors import DeadlineExceeded, ManifestError
+from asyncflow.functions import find_function
 from asyncflow.process import adopt_orphans
 from asyncflow.rpc.columns import Jagged
 from asyncflow.tasks.child import FunctionProcess
 from asyncflow.tasks.functions import TaskFunction
-from asyncflow.tasks.loading import check_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure
 
 pytestmark = pytest.mark.process
@@ -131,9 +131,9 @@ async def test_what_cannot_be_called_is_refused_with_the_reason() -> None:
         with pytest.raises(ManifestError, match=says):
             async with function(name):
                 pass
-    check_function("functions_of_users:lengths", workdir=HERE, where="spec.tasks[0].function")
+    find_function("functions_of_users:lengths", workdir=HERE, where="spec.tasks[0].function")
     with pytest.raises(ManifestError, match="no module 'nowhere'"):
-        check_function("nowhere:lengths", workdir=HERE, where="spec.tasks[0].function")
+        find_function("nowhere:lengths", workdir=HERE, where="spec.tasks[0].function")
 
 
 async def test_a_program_that_ends_at_once_is_refused_with_the_place_where_it_ends(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from asyncflow.environments.functions import check as check_environment
 from asyncflow.environments.pool import environment_process
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError
 from asyncflow.flow.selection import selection_of
+from asyncflow.functions import find_function
 from asyncflow.local.placement import DeviceAllocator
 from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, installed, load_plugin, read_options
@@ -50,7 +51,7 @@ from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
-from asyncflow.tasks.loading import check_function
+from asyncflow.tasks.child import START_S, FunctionProcess
 from asyncflow.telemetry.sinks.base import check_sink
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
@@ -108,7 +109,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
         check_environment(manifest.spec.environment.function, workdir=folder)
     for index, task in enumerate(manifest.spec.tasks):
         if task.function is not None:
-            check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
+            find_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
     for each in graph_of(manifest.spec).tasks:
         selection_of(each.order, where=f"the order of the task {each.name}")
     return _with_absolute_paths(manifest, folder)
@@ -284,6 +285,10 @@ def preflight(job: RLJob, *, source: str, elsewhere: bool = False) -> list[str]:
         asyncio.run(_check_reward(spec, folder))
     with findings.gather():
         asyncio.run(_check_environment(spec, folder))
+    for index, task in enumerate(spec.tasks):
+        if task.function is not None:
+            with findings.gather():
+                asyncio.run(_check_task(task.function, folder, where=f"spec.tasks[{index}].function"))
     findings.refuse(source)
     return findings.notes
 
@@ -467,3 +472,14 @@ async def _check_environment(spec: RLJobSpec, folder: Path) -> None:
     if spec.environment is not None:
         scorer = environment_process(spec.environment, spec.reward, workdir=folder)
         await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where="spec.environment")
+
+
+async def _check_task(function: str, folder: Path, *, where: str) -> None:
+    """Load the function of a task in a process. Raises ManifestError."""
+    process = await FunctionProcess.start(outputs=())
+    try:
+        await process.load(function, workdir=folder, timeout=START_S)
+    except AsyncFlowError as error:
+        raise ManifestError(error.what, where=where, hint=error.hint) from error
+    finally:
+        await process.end()

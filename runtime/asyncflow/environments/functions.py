@@ -14,9 +14,7 @@ environment must derive random numbers from the request (``meta``), never from t
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import msgspec
 
 from asyncflow.data.base import MODEL
 from asyncflow.errors import ManifestError
+from asyncflow.functions import import_function
 from asyncflow.rewards.calling import Extractor, RewardFunction, failed
 from asyncflow.rewards.functions import check_module
 from asyncflow.rewards.wire import Example, Score, ScoreAnswer
@@ -50,13 +49,7 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
     Raises ManifestError if the module has no such function or class, or if its parameters do not match. The import of
     the user's module may raise any exception.
     """
-    if str(workdir) not in sys.path:
-        sys.path.insert(0, str(workdir))
-    module, _, name = BUILT_IN.get(function, function).partition(":")
-    found: Any = getattr(importlib.import_module(module), name, None)
-    if not callable(found):
-        what, hint = f"module {module!r} has no function or class {name!r}", "Define it, or correct its name"
-        raise ManifestError(what, where=FIELD, hint=hint)
+    found = import_function(BUILT_IN.get(function, function), workdir=workdir, where=FIELD)
     stepped = inspect.isclass(found)
     names = _CONTEXT if stepped else ("transcript", *_CONTEXT)
     try:
@@ -70,7 +63,8 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
     step = getattr(found, "step", None)
     if stepped and (not callable(step) or inspect.iscoroutinefunction(step)):
         hint = "Define it: it returns the text that the model reads next, or None to end the episode"
-        raise ManifestError(f"class {name!r} has no method step(text), or it is async", where=FIELD, hint=hint)
+        what = f"the class of {function!r} has no method step(text), or it is async"
+        raise ManifestError(what, where=FIELD, hint=hint)
     return EnvironmentFunction(
         call=_replaying(found) if stepped else found,
         takes="sample",

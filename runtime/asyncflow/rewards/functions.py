@@ -8,15 +8,13 @@ function of the response; it returns "" if there is no answer.
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import ManifestError
+from asyncflow.functions import find_function, import_function
 from asyncflow.rewards.calling import Extractor, RewardFunction
 
 BUILT_IN = {
@@ -53,13 +51,7 @@ def check_module(function: str, *, where: str, known: Iterable[str], workdir: Pa
             where=where,
             hint=f"Use {', '.join(known)}, or module:function of a module in the job's folder",
         )
-    package = function.partition(":")[0].partition(".")[0]
-    if PathFinder.find_spec(package, [str(workdir), *sys.path]) is None:
-        raise ManifestError(
-            f"there is no module {package!r} in {workdir} or among the installed packages",
-            where=where,
-            hint="Put the file into the folder of the manifest, or install the package",
-        )
+    find_function(function, workdir=workdir, where=where)
 
 
 def load(
@@ -70,13 +62,7 @@ def load(
     Raises ManifestError if there is no such function or its parameters are not supported. An import may raise any
     exception.
     """
-    if str(workdir) not in sys.path:
-        sys.path.insert(0, str(workdir))
-    module, _, attribute = BUILT_IN.get(function, function).partition(":")
-    found = getattr(importlib.import_module(module), attribute, None)
-    if not callable(found):
-        what = f"the module {module!r} has no function {attribute!r}"
-        raise ManifestError(what, where="spec.reward.function", hint="Define the function, or correct its name")
+    found = import_function(BUILT_IN.get(function, function), workdir=workdir, where="spec.reward.function")
     return RewardFunction.of(found, name=function, config=config, place=place or {})
 
 

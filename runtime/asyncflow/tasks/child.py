@@ -25,13 +25,17 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, in_one_line
+from asyncflow.functions import import_function
 from asyncflow.process import adopt_orphans, die_with_parent, reap
 from asyncflow.rewards.wire import LENGTH
-from asyncflow.tasks.loading import SHOWN, load_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaskRow, packed, read_results, unpacked
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
+START_S: Final = 120.0
+"""Seconds that a function may take to load."""
+SHOWN: Final = -8
+"""Limit of a traceback: its last eight frames are kept."""
 _END_S: Final = 5.0
 """Seconds that the kernel may take to end a killed process."""
 
@@ -158,6 +162,16 @@ class FunctionProcess:
             raise
 
 
+def load_function(function: str, *, workdir: Path) -> Callable[..., Any]:
+    """Import the function. Raises ManifestError if there is none that can be called with rows and config."""
+    found: Callable[..., Any] = import_function(function, workdir=workdir)
+    try:
+        inspect.signature(found).bind([], {})
+    except TypeError as error:
+        raise ManifestError(f"it cannot be called with rows and config: {error}") from error
+    return found
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """Return the frame of a message; arrays of rows are encoded as dtype and bytes."""
     body = msgspec.msgpack.encode(message, enc_hook=lambda array: (array.dtype.str, array.tobytes()))
@@ -174,7 +188,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     try:
         function = load_function(request.function, workdir=Path(request.workdir))
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything: the parent reports it
-        traceback.print_exc()
+        if not isinstance(error, ManifestError):
+            traceback.print_exc()
         _write(answers, FunctionLoaded(failure=in_one_line(error, folder=Path(request.workdir))))
         return
     _write(answers, FunctionLoaded(is_async=inspect.iscoroutinefunction(function)))

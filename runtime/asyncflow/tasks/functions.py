@@ -19,17 +19,13 @@ import contextlib
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
-from asyncflow.tasks.child import FunctionProcess
-from asyncflow.tasks.loading import SHOWN, load_function
+from asyncflow.tasks.child import SHOWN, START_S, FunctionProcess, load_function
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaskRow, read_results, task_rows
-
-_START_S: Final = 120.0
-"""Seconds that the function may take to load."""
 
 
 class TaskFunction:
@@ -128,5 +124,5 @@ class TaskFunction:
         """Start a process in the event loop's thread, since the kernel ends it with the thread that started it."""
         process = await FunctionProcess.start(outputs=self._outputs)
         self._alive.add(process)
-        await process.load(self._function, workdir=self._workdir, timeout=_START_S)
+        await process.load(self._function, workdir=self._workdir, timeout=START_S)
         return process
