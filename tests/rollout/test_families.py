@@ -71,6 +71,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2 in windows": {"sliding_window": 5},
 }
 """By the model type, and a word about the variant."""
+IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+ROTARY = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+QWEN_IMAGES = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+LLAMA4_IMAGES = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+
+
+def texts(model_type: str, **more: Any) -> dict[str, Any]:
+    """Return the configuration of the decoder of a model of texts and images."""
+    return {**SIZES, "model_type": model_type, **more}
+
+
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": texts("gemma3_text", **FAMILIES["gemma3_text"]),
+        "vision_config": IMAGES,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 60,
+        "boi_token_index": 61,
+        "eoi_token_index": 62,
+    },
+    "mistral3": {
+        "text_config": texts("mistral"),
+        "vision_config": {**IMAGES, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 60,
+    },
+    "qwen2_5_vl": {
+        "text_config": texts("qwen2_5_vl_text", **ROTARY),
+        "vision_config": {**QWEN_IMAGES, "fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        "text_config": texts("qwen3_vl_text", head_dim=8, **ROTARY),
+        "vision_config": {**QWEN_IMAGES, "deepstack_visual_indexes": [0]},
+    },
+    "llama4": {
+        "text_config": texts("llama4_text", num_local_experts=2, intermediate_size_mlp=64, attention_chunk_size=64),
+        "vision_config": {**IMAGES, **LLAMA4_IMAGES},
+    },
+}
 LONGEST = 32
 PROMPTS = [np.arange(3, 8), np.arange(3, 8), np.arange(20, 29), np.array([40, 7, 11])]
 RESPONSES = [np.arange(30, 36), np.array([9, 9, 2, 50]), np.arange(45, 52), np.array([5])]
@@ -79,17 +124,18 @@ RESPONSES = [np.arange(30, 36), np.array([9, 9, 2, 50]), np.arange(45, 52), np.a
 def opened(folder: Path, family: str) -> Any:
     """Make a tiny model of the family, with biases and norms that are not trivial."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
-    sizes = {
+    from asyncflow.models.folder import model_class
+
+    sizes = WITH_IMAGES.get(family) or {
         name: value
         for name, value in {**SIZES, **FAMILIES[family]}.items()
         if name == "sliding_window" or value is not None
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family.partition(" ")[0]](**sizes), dtype=torch.float32
-    ).eval()
+    config = CONFIG_MAPPING[family.partition(" ")[0]](**sizes)
+    model = model_class(config).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -119,7 +165,7 @@ def decoded(engine: Any, prompts: list[Any], responses: list[Any], *, slots: int
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_IMAGES])
 def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, family: str) -> None:
     import torch
 
@@ -148,20 +194,61 @@ def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, fami
             assert abs(float(together[sample][offset].log_softmax(-1)[target]) - exact) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_moe", "mixtral", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_parameters_of_a_model_of_texts_are_trained(tmp_path: Path, family: str) -> None:
+    from asyncflow.training.torch.model import open_model
+
+    opened(tmp_path, family)
+    assert all(each.requires_grad for each in open_model(tmp_path, weights=False, device=None).parameters())
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_only_the_decoder_of_a_model_with_images_is_trained_or_adapted(tmp_path: Path, family: str) -> None:
+    import torch
+
+    from asyncflow.api.workers import LoraSpec
+    from asyncflow.training.packing import pack_samples
+    from asyncflow.training.torch.lora import add_adapters
+    from asyncflow.training.torch.model import LogprobModel, open_model
+
+    opened(tmp_path, family)
+    model = open_model(tmp_path, weights=False, device=None, longest=LONGEST)
+    decoder = ("model.language_model", "language_model.model", "lm_head", "language_model.lm_head")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if name.startswith(decoder)}
+    (pack,) = pack_samples(PROMPTS, RESPONSES, [0, 0, 1, 2], layout="shared-prompt", budget=99)
+    logprobs, _ = LogprobModel(model, temperature=1.0, compute=torch.float32, rows=99)(pack, entropy=False)
+    logprobs.sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
+    add_adapters(model, LoraSpec())
+    adapted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert adapted
+    assert all(name.startswith(decoder) for name in adapted)
+
+
+def test_a_model_that_generates_no_text_is_refused() -> None:
+    from transformers import ViTConfig
+
+    from asyncflow.models.folder import model_class
+
+    with pytest.raises(ManifestError, match="no model that generates text for model type 'vit'"):
+        model_class(ViTConfig())
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_moe", "mixtral", "llama", *WITH_IMAGES])
 def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, family: str) -> None:
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from asyncflow.models.folder import export_folder, named_weights
+    from asyncflow.models.folder import export_folder, model_class, named_weights
 
     plain = opened(tmp_path / "source", family)
     export_folder(dict(named_weights(plain)), tmp_path / "source", tmp_path / "export")
     stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "export"))
     assert stored.keys() == written.keys()
     assert all(torch.equal(stored[name], written[name]) for name in stored)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    again = model_class(AutoConfig.from_pretrained(tmp_path / "export")).from_pretrained(tmp_path / "export")
     ids = torch.arange(5)[None]
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, plain(ids).logits)

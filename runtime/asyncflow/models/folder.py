@@ -28,6 +28,7 @@ from asyncflow.errors import CheckpointError, ManifestError
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from transformers import PretrainedConfig
 
     Tensor: TypeAlias = np.ndarray[Any, Any] | torch.Tensor
 
@@ -108,6 +109,9 @@ COMPANIONS = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files that are copied from the model's folder if they exist there."""
 MORE_TEMPLATES = "additional_chat_templates"
@@ -191,15 +195,36 @@ def _stored_shapes(source: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def model_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that opens a model of texts, or of texts and images.
+
+    Raises ManifestError if there is none.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    what = f"transformers has no model that generates text for model type {config.model_type!r}"
+    raise ManifestError(what, where="spec.model.source", hint="Use a causal model, of texts or of texts and images")
+
+
 def _without_storage(source: Path) -> Any:
     """Return the model of ``source`` without storage for its weights, None if transformers does not know it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
-    except ValueError:
+            return model_class(config).from_config(config)
+    except (ValueError, ManifestError):
         return None
 
 

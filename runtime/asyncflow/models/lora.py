@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
-from asyncflow.models.folder import export_folder, named_weights, whole_folder
+from asyncflow.models.folder import export_folder, model_class, named_weights, whole_folder
 from asyncflow.models.source import materialize_config
 
 if TYPE_CHECKING:
@@ -199,10 +199,11 @@ def _stored(adapters: Path) -> set[str]:
 
 def _open(folder: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        kind = model_class(AutoConfig.from_pretrained(folder, local_files_only=True))
+        return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ManifestError(f"no model can be opened: {error}", where=str(folder)) from error
 

@@ -230,13 +230,18 @@ _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of transformers' attention functions that request more than softmax attention."""
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the decoder in a config.json; in a model of texts and images they are a part of it."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
     """Raise NotYetError for a model that does not support packs and batches.
 
     config: the content of config.json; longest: most tokens of a sequence (chunks of at least that length are no
     restriction); where: the folder.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    config = text_config(config)
     family = config.get("model_type")
     unsupported = {
         "transformers cannot replace its attention": family in _NO_INTERFACE,
@@ -293,6 +298,7 @@ def check_length(max_length: int, limit: int, *, where: str) -> None:
 
 def positions(config: Mapping[str, Any]) -> int | None:
     """Return the model's number of positions, None if its configuration does not state it."""
+    config = text_config(config)
     found = (config.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
     return next((limit for limit in found if isinstance(limit, int)), None)
 

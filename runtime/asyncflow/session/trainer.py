@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from asyncflow.algorithms.base import Algorithm
 from asyncflow.algorithms.losses import Clip, ppo_clip
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
+from asyncflow.models.folder import model_class
 from asyncflow.roles.backend import backend_settings
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.session.engines import Engines
@@ -52,7 +53,8 @@ class OwnTrainer:
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the model with θ_0, and its optimizer: AdamW with the settings of the manifest."""
-        model = AutoModelForCausalLM.from_pretrained(self.engines.model, dtype=torch.float32).to(self.device)
+        kind = model_class(AutoConfig.from_pretrained(self.engines.model))
+        model = kind.from_pretrained(self.engines.model, dtype=torch.float32).to(self.device)
         adamw = self._settings.optimizer
         decayed = [each for each in model.parameters() if each.ndim > 1]
         others = [each for each in model.parameters() if each.ndim <= 1]
@@ -148,7 +150,7 @@ class OwnTrainer:
             what, hint = "rollouts of the job would generate, too", "Set rollout.replicas: 0"
             raise ManifestError(what, where="spec.rollout.replicas", hint=hint)
         config = AutoConfig.from_pretrained(self.engines.model)
-        self.actor = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(self.device).eval()
+        self.actor = model_class(config).from_config(config, dtype=torch.float32).to(self.device).eval()
         self.engines.generate_here(partial(UserEngine, generate=self._generate, load=self._load))
         self._generates = True
 

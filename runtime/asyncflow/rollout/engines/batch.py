@@ -182,7 +182,7 @@ class DecodeBatch:
         self._spans = spans
         self._keeps_prefix = keeps_prefix
         self._cache = model.cache(slots=slots, max_length=max_length)
-        self._logits = torch.zeros(slots, model.config.vocab_size)
+        self._logits = torch.zeros(slots, model.config.get_text_config().vocab_size)
         self._temperatures = torch.zeros(slots)
         self._streams = np.zeros(slots, dtype=np.uint64)
         self._positions = np.zeros(slots, dtype=np.int64)

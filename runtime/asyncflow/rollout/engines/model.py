@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from asyncflow.errors import ManifestError
+from asyncflow.models.folder import model_class
 from asyncflow.models.source import check_attention, check_dtype, check_length, check_model, positions
 
 ATTENTION = "asyncflow_slots"
@@ -199,7 +200,7 @@ class CausalModel:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():
-            self._module = AutoModelForCausalLM.from_config(
+            self._module = model_class(self.config).from_config(
                 self.config, attn_implementation=ATTENTION, experts_implementation=_EXPERTS, dtype=self.dtype
             )
         self._module.tie_weights()

@@ -220,7 +220,9 @@ class TorchBackend(TrainerBackend):
         dtype: torch.dtype = getattr(torch, self.settings.weights)
         held: dict[str, Any] = {"device": self._device, "dtype": dtype, "longest": self.settings.longest}
         if mesh is None:
-            model = open_model(folder, weights=first, **held).requires_grad_(not frozen)
+            model = open_model(folder, weights=first, **held)
+            if frozen:
+                model.requires_grad_(False)
             if lora is not None:
                 add_adapters(model, lora)
             opened = self._logprobs(model)
@@ -542,7 +544,7 @@ class TorchBackend(TrainerBackend):
     @collective()
     def probe(self) -> WeightProbe:
         """See the base class; computed like a step, at temperature 1."""
-        config = self._model.config
+        config = self._model.config.get_text_config()
         ids = probe_ids(vocabulary=config.vocab_size, most=getattr(config, "max_position_embeddings", TOKENS))
         (pack,) = pack_samples([ids[:1]], [ids[1:]], [0], layout="separate", budget=len(ids))
         return WeightProbe(ids, self._policy.evaluate(pack, temperature=1.0).cpu().numpy())

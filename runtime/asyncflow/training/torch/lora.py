@@ -26,7 +26,7 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
-    """Add adapters with arbitrary content to ``model``; from then on they are its only trainable parameters.
+    """Add adapters with arbitrary content to trained layers of ``model``; then they are its only trained parameters.
 
     Raises ManifestError if peft is not installed or a target matches no linear layer.
     """
@@ -35,7 +35,11 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
     except ImportError as error:
         raise ManifestError(f"adapters need peft: {error}", where="spec.trainer.lora", hint=INSTALL) from error
     head = model.get_output_embeddings()
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
+    ]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen_layers(lora, layers))
     # In a model whose type it knows, peft would take names of dense layers for names of fused experts.
     inject_adapter_in_model(config, nn.Sequential(model), adapter_name=_ADAPTER)

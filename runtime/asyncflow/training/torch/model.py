@@ -23,11 +23,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.models.folder import model_class
 from asyncflow.models.source import check_model
 from asyncflow.training.backend import OPTIONS
 from asyncflow.training.packing import LayoutName, Pack, few_sizes, pack_samples
@@ -128,6 +129,8 @@ def open_model(
 ) -> nn.Module:
     """Open the model folder with its weights, or with arbitrary weights if not ``weights``, held in ``dtype``.
 
+    Parameters that no text passes through, such as those for images, require no gradient.
+
     device: None leaves the model on the device where it was created; longest: most tokens of a sequence, None if
     unknown. Raises ManifestError if transformers cannot open a model from the folder, and NotYetError for a model that
     does not support packs.
@@ -138,9 +141,9 @@ def open_model(
         check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
         kind = {"attn_implementation": ATTENTION, "dtype": dtype}
         model = (
-            AutoModelForCausalLM.from_pretrained(folder, config=config, **kind)
+            model_class(config).from_pretrained(folder, config=config, **kind)
             if weights
-            else AutoModelForCausalLM.from_config(config, **kind)
+            else model_class(config).from_config(config, **kind)
         )
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise ManifestError(
@@ -148,7 +151,17 @@ def open_model(
             where=str(folder),
             hint="Use a folder with config.json and model.safetensors, as transformers writes it",
         ) from error
+    for parameter in _beside_texts(model):
+        parameter.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
+
+
+def _beside_texts(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that no text passes through, such as those for images."""
+    texts = {
+        parameter for part in (model.get_decoder(), model.get_output_embeddings()) for parameter in part.parameters()
+    }
+    return [parameter for parameter in model.parameters() if parameter not in texts]
 
 
 class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
@@ -179,7 +192,7 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     def inputs(self, pack: Pack) -> dict[str, Any]:
         """Return the arguments of a forward pass over ``pack``."""
         filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
-        layout = _layout(self.model.config, filled, device=self.device, compute=self.compute)
+        layout = _layout(self.model.config.get_text_config(), filled, device=self.device, compute=self.compute)
         return _inputs(filled, self.device, layout)
 
 
@@ -289,9 +302,10 @@ def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: b
 def _check_packs(model: nn.Module, *, tolerance: float) -> None:
     """Raise NotYetError if samples of a pack influence each other, or if layers do not pass packs on to attention."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, model.config.vocab_size, length) for length in (3, 3, 2)]
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = [rng.integers(0, vocabulary, length) for length in (3, 3, 2)]
     prompts[1] = prompts[0]
-    responses = [rng.integers(0, model.config.vocab_size, length) for length in (4, 5, 3)]
+    responses = [rng.integers(0, vocabulary, length) for length in (4, 5, 3)]
     device = model.get_output_embeddings().weight.device
 
     def logits(layout: LayoutName, budget: int) -> Tensor:

@@ -48,7 +48,9 @@ def open_sharded(
     parameters. Raises ManifestError if transformers cannot open a model from the folder.
     """
     with _parameters_on_meta():
-        model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest).requires_grad_(not frozen)
+        model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest)
+        if frozen:
+            model.requires_grad_(False)
         if lora is not None:
             add_adapters(model, lora)
         sharded = wrap(model)
