@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import ManifestError, NotYetError
-from asyncflow.models.source import check_model
+from asyncflow.models.source import check_model, check_packs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -116,6 +116,33 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
         "vision_config": {**IMAGES, **LLAMA4_IMAGES},
     },
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+PADDED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "mamba2": {"state_size": 4, "head_dim": 8, "num_heads": 8, "n_groups": 2},
+    "gemma2": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4, "layer_types": MIXED},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon": {"num_kv_heads": 2},
+    "phimoe": {"sliding_window": 4, "num_local_experts": 4},
+    "llama4_text": {
+        "head_dim": 8,
+        "attention_chunk_size": 4,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+    },
+    "stablelm": {},
+    "nemotron": {},
+}
+"""Families that support no packs."""
 LONGEST = 32
 PROMPTS = [np.arange(3, 8), np.arange(3, 8), np.arange(20, 29), np.array([40, 7, 11])]
 RESPONSES = [np.arange(30, 36), np.array([9, 9, 2, 50]), np.arange(45, 52), np.array([5])]
@@ -130,7 +157,7 @@ def opened(folder: Path, family: str) -> Any:
 
     sizes = WITH_IMAGES.get(family) or {
         name: value
-        for name, value in {**SIZES, **FAMILIES[family]}.items()
+        for name, value in {**SIZES, **{**FAMILIES, **PADDED}[family]}.items()
         if name == "sliding_window" or value is not None
     }
     torch.manual_seed(0)
@@ -175,7 +202,7 @@ def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, fami
     from asyncflow.training.torch.model import LogprobModel, open_model
 
     plain = opened(tmp_path, family)
-    check_model(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
+    check_packs(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
     trained = open_model(tmp_path, weights=True, device=torch.device("cpu"), longest=LONGEST)
     engine = CausalModel(tmp_path, dtype="float32", longest=LONGEST)
     with torch.inference_mode():
@@ -192,6 +219,36 @@ def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, fami
             exact = float(plain(ids).logits[0, -1].float().log_softmax(-1)[target])
             assert abs(mine - exact) < 2e-5
             assert abs(float(together[sample][offset].log_softmax(-1)[target]) - exact) < 2e-5
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_a_model_without_packs_is_trained_in_padded_rows(tmp_path: Path, family: str) -> None:
+    import torch
+
+    from asyncflow.training.packing import pack_samples
+    from asyncflow.training.torch.model import LogprobModel, open_model
+
+    plain = opened(tmp_path, family)
+    with pytest.raises(NotYetError):
+        check_packs(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
+    model = open_model(tmp_path, weights=True, device=torch.device("cpu"), longest=LONGEST)
+    trained = LogprobModel(model, temperature=1.0, compute=torch.float32, rows=5)
+    packs = pack_samples(PROMPTS, RESPONSES, [0, 0, 1, 2], layout="separate", budget=30, padded=trained.padded)
+    assert [int(pack.documents.max()) + 1 for pack in packs] == [2, 2]
+    for pack in packs:
+        logprobs, _ = trained(pack, entropy=False)
+        exact = []
+        for sample, offset in zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True):
+            ids = torch.tensor(np.r_[PROMPTS[sample], RESPONSES[sample][:offset]])[None]
+            exact.append(plain(ids).logits[0, -1].float().log_softmax(-1)[int(RESPONSES[sample][offset])])
+        torch.testing.assert_close(logprobs, torch.stack(exact), atol=2e-5, rtol=0)
+        logprobs.sum().backward()
+        torch.stack(exact).sum().backward()
+    for name, parameter in model.named_parameters():
+        of_rows, alone = parameter.grad, plain.get_parameter(name).grad
+        assert (of_rows is None) == (alone is None), name
+        if of_rows is not None:
+            torch.testing.assert_close(of_rows, alone, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,35 +312,49 @@ def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, famil
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "bloom"}, "cannot replace its attention"),
-    ({"model_type": "mamba"}, "carry a state"),
-    ({"model_type": "qwen3_next"}, "carry a state"),
     ({"model_type": "bert"}, "only see earlier ones"),
-    ({"model_type": "gpt_oss"}, "sinks"),
-    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "capped"),
-    ({"model_type": "phimoe", "sliding_window": 31}, "do not pass sliding_window 31 on"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "only see earlier ones"),
-    ({"model_type": "x", "layer_types": ["sliding_attention"]}, "no sliding_window"),
-    ({"model_type": "llama4_text", "attention_chunk_size": 31}, "attention_chunk_size 31 is shorter"),
-    ({"model_type": "x", "layer_types": ["chunked_attention"]}, "attention_chunk_size None"),
-    ({"model_type": "lfm", "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
     ({"model_type": "x", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic'"),
     (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
         "rope type 'longrope'",
     ),
-    ({"text_config": {"model_type": "x", "attention_chunk_size": 4}}, "attention_chunk_size 4"),
     ({"model_type": "x", "expert_capacity": 64}, "capacity"),
+]
+NO_PACKS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "bloom"}, "cannot replace its attention"),
+    ({"model_type": "mamba"}, "carry a state"),
+    ({"model_type": "qwen3_next"}, "carry a state"),
+    ({"model_type": "gpt_oss"}, "sinks"),
+    ({"model_type": "stablelm"}, "do not pass their arguments on"),
+    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "capped"),
+    ({"model_type": "phimoe", "sliding_window": 31}, "do not pass sliding_window 31 on"),
+    ({"model_type": "x", "layer_types": ["sliding_attention"]}, "no sliding_window"),
+    ({"model_type": "llama4_text", "attention_chunk_size": 31}, "attention_chunk_size 31 is shorter"),
+    ({"model_type": "x", "layer_types": ["chunked_attention"]}, "attention_chunk_size None"),
+    ({"model_type": "lfm", "layer_types": ["conv", "full_attention"]}, "layers of type 'conv'"),
+    ({"text_config": {"model_type": "x", "attention_chunk_size": 4}}, "attention_chunk_size 4"),
     ({"model_type": "x", "alibi": True}, "ALiBi"),
 ]
 
 
-@pytest.mark.parametrize(("config", "words"), REFUSED)
+@pytest.mark.parametrize(("config", "words"), [*REFUSED, *NO_PACKS])
 def test_what_a_configuration_tells_is_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(NotYetError, match=words) as refused:
-        check_model(config, longest=LONGEST, where="model")
+        check_packs(config, longest=LONGEST, where="model")
     assert refused.value.where == "model"
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_what_cannot_be_trained_in_rows_of_its_own_either_is_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotYetError, match=words):
+        check_model(config, longest=LONGEST, where="model")
+
+
+@pytest.mark.parametrize(("config", "_words"), NO_PACKS)
+def test_what_can_be_trained_in_rows_of_its_own_is_taken(config: dict[str, Any], _words: str) -> None:
+    check_model(config, longest=LONGEST, where="model")
 
 
 @pytest.mark.parametrize(
@@ -298,10 +369,10 @@ def test_what_a_configuration_tells_is_refused(config: dict[str, Any], words: st
     ],
 )
 def test_what_makes_no_difference_within_the_longest_sequence_is_taken(config: dict[str, Any]) -> None:
-    check_model(config, longest=LONGEST, where="")
+    check_packs(config, longest=LONGEST, where="")
 
 
-@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "mamba", "falcon"])
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "mamba2", "falcon"])
 def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,8 +380,7 @@ def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
 
     from asyncflow.training.torch import model as torch_model
 
-    monkeypatch.setattr(torch_model, "check_model", lambda *_args, **_more: None)
-    monkeypatch.setitem(FAMILIES, family, {"num_kv_heads": 2} if family == "falcon" else {})
+    monkeypatch.setattr(torch_model, "no_packs", lambda *_args, **_more: [])
     opened(tmp_path, family)
 
     def look_at_it() -> None:

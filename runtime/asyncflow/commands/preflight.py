@@ -338,8 +338,10 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder
         check_dtype,
         check_length,
         check_model,
+        check_packs,
         check_weights,
         materialize_config,
+        no_packs,
         positions,
         stored_matrices,
     )
@@ -361,7 +363,11 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder
     with findings.gather():
         if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
             config, where = _config(folder / "config.json"), f"model.source {source}"
+            if spec.rollout.engine.name == "transformers":
+                check_packs(config, longest=spec.longest, where=where)
             check_model(config, longest=spec.longest, where=where)
+            if spec.trainer.backend.name == "torch" and (why := no_packs(config, longest=spec.longest)):
+                findings.notes.append(f"{where}: samples are trained in padded rows, not in packs: {'; '.join(why)}")
             if (limit := positions(config)) is not None:
                 check_length(spec.longest, limit, where=where)
     with findings.gather():

@@ -3,9 +3,10 @@
 A source is ``tiny://NAME?seed=N``, a folder, ``pvc://CLAIM/PATH``, or ``hf://ORG/NAME`` (local cache). Every role needs
 config and tokenizer, which are cheap and need no torch. Only the first trainer rank needs weights.
 
-A model is supported if a token's output depends only on the earlier tokens of its own sequence, by softmax attention
-over all of them. Then sequences can share a pack or a batch. Properties that the configuration does not show are
-checked when the model is opened (``torch.model``), before any training.
+A model can be trained if a token's output depends only on the earlier tokens of its own sequence. If it does so by
+softmax attention alone, sequences can also share a pack, and the engine ``transformers`` supports it (``check_packs``).
+Properties that the configuration does not show are checked when the model is opened (``torch.model``), before any
+training.
 
 Invariants: ``materialize_config`` and ``materialize_weights`` may be called by several processes at the same time, and
 again after a crash, with the same bytes as result. Nothing is ever downloaded. Importing this module loads no torch, so
@@ -200,7 +201,8 @@ def _cached(name: str) -> Path:
 ENGINE_DTYPES = ("float32", "bfloat16")
 """Dtypes in which the engine ``transformers`` computes."""
 
-_HINT = "Use a causal model with softmax attention over all earlier tokens, or over a sliding window of them"
+_HINT = "Use a causal model"
+_PACKS_HINT = "Use a causal model with softmax attention over all earlier tokens, or over a sliding window of them"
 
 
 def _names(text: str) -> frozenset[str]:
@@ -223,6 +225,8 @@ _NOT_CAUSAL = _names(
 """Model types whose tokens attend to later tokens, or to another sequence."""
 _SINKS = _names("deepseek_v4 gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash")
 """Model types whose softmax has a term that does not belong to a token."""
+_KEEPS_ARGUMENTS = _names("nemotron stablelm")
+"""Model types whose layers do not pass their arguments on to attention."""
 _WINDOW_IN_MASK = _names("doge phimoe qwen2_moe")
 """Model types whose layers do not pass their window on to attention."""
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -236,28 +240,49 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
-    """Raise NotYetError for a model that does not support packs and batches.
+    """Raise NotYetError for a model whose samples change each other's results, even in rows of their own.
 
-    config: the content of config.json; longest: most tokens of a sequence (chunks of at least that length are no
-    restriction); where: the folder.
+    config: the content of config.json; longest: most tokens of a sequence; where: the folder.
     """
     config = text_config(config)
-    family = config.get("model_type")
     unsupported = {
-        "transformers cannot replace its attention": family in _NO_INTERFACE,
-        "its layers carry a state from token to token": family in _RECURRENT,
-        "its tokens do not only see earlier ones": family in _NOT_CAUSAL
+        "its tokens do not only see earlier ones": config.get("model_type") in _NOT_CAUSAL
         or config.get("is_encoder_decoder") is True
         or bool(config.get("use_bidirectional_attention")),
-        "its attention has sinks": family in _SINKS,
-        "its attention scores are capped": config.get("attn_logit_softcapping") is not None,
-        "its attention has ALiBi biases": config.get("alibi") is True,
         "its experts have a capacity, beyond which tokens are dropped": bool(config.get("expert_capacity")),
     }
     reasons = [reason for reason, applies in unsupported.items() if applies]
-    reasons += [*_windows(config, longest), *_rope(config, longest)]
+    _refuse(config, [*reasons, *_rope(config, longest)], where=where, hint=_HINT)
+
+
+def check_packs(config: Mapping[str, Any], *, longest: int, where: str) -> None:
+    """Raise NotYetError for a model that ``check_model`` refuses, or whose samples cannot share a pack."""
+    check_model(config, longest=longest, where=where)
+    _refuse(config, no_packs(config, longest=longest), where=where, hint=_PACKS_HINT)
+
+
+def no_packs(config: Mapping[str, Any], *, longest: int) -> list[str]:
+    """Return the reasons why samples of a model cannot share a pack, [] if they can.
+
+    longest: most tokens of a sequence; windows and chunks of at least that length are no restriction.
+    """
+    config = text_config(config)
+    family = config.get("model_type")
+    reasons = {
+        "transformers cannot replace its attention": family in _NO_INTERFACE,
+        "its layers carry a state from token to token": family in _RECURRENT,
+        "its layers do not pass their arguments on to attention": family in _KEEPS_ARGUMENTS,
+        "its attention has sinks": family in _SINKS,
+        "its attention scores are capped": config.get("attn_logit_softcapping") is not None,
+        "its attention has ALiBi biases": config.get("alibi") is True,
+    }
+    return [*(reason for reason, applies in reasons.items() if applies), *_windows(config, longest)]
+
+
+def _refuse(config: Mapping[str, Any], reasons: list[str], *, where: str, hint: str) -> None:
     if reasons:
-        raise NotYetError(f"model type {family!r}: {'; '.join(reasons)}", where=where, hint=_HINT)
+        family = text_config(config).get("model_type")
+        raise NotYetError(f"model type {family!r}: {'; '.join(reasons)}", where=where, hint=hint)
 
 
 def check_dtype(dtype: str, *, where: str) -> None:
@@ -282,7 +307,7 @@ def check_attention(arguments: Mapping[str, Any], *, longest: int | None = None)
         raise ManifestError(
             f"the model's attention uses {', '.join(extra)}, which is not supported",
             where="spec.model.source",
-            hint=_HINT,
+            hint=_PACKS_HINT,
         )
 
 

@@ -161,27 +161,28 @@ def pack_samples(
     layout: LayoutName,
     budget: int,
     whole: bool = False,
+    padded: bool = False,
 ) -> list[Pack]:
     """Pack n samples in the given order into rows of at most ``budget`` tokens (a longer document has its own pack).
 
     prompts, responses: token ids of each sample; groups: samples of the same group share a prompt (a sample with a
-    different prompt has its own document); whole: keep each group in one pack, even if it exceeds ``budget``. Samples
-    with an empty response have no target and are left out. Raises ProtocolError for an empty prompt, which cannot
-    predict a first token.
+    different prompt has its own document); whole: keep each group in one pack, even if it exceeds ``budget``; padded:
+    count each document with the length of the longest in its pack, as in ``Pack.table``. Samples with an empty response
+    have no target and are left out. Raises ProtocolError for an empty prompt, which cannot predict a first token.
     """
     packs: list[Pack] = []
     waiting: list[_Document] = []
-    filled = 0
+    sizes: list[int] = []
     documents = _documents(prompts, responses, groups, layout=layout)
     for part in (
         _whole(documents) if whole else ([split] for document in documents for split in _split(document, budget))
     ):
-        size = sum(document.size for document in part)
-        if waiting and filled + size > budget:
+        added = [document.size for document in part]
+        if waiting and _tokens([*sizes, *added], padded=padded) > budget:
             packs.append(_lay_out(waiting))
-            waiting, filled = [], 0
+            waiting, sizes = [], []
         waiting += part
-        filled += size
+        sizes += added
     if waiting:
         packs.append(_lay_out(waiting))
     return packs
@@ -216,6 +217,10 @@ def _documents(
         document = together.setdefault(key, _Document(group, prompt, []))
         document.members.append((sample, response))
     return together.values()
+
+
+def _tokens(sizes: Sequence[int], *, padded: bool) -> int:
+    return len(sizes) * max(sizes) if padded else sum(sizes)
 
 
 def _whole(documents: Iterable[_Document]) -> Iterable[list[_Document]]:

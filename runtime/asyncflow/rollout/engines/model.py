@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from asyncflow.errors import ManifestError
 from asyncflow.models.folder import model_class
-from asyncflow.models.source import check_attention, check_dtype, check_length, check_model, positions
+from asyncflow.models.source import check_attention, check_dtype, check_length, check_packs, positions
 
 ATTENTION = "asyncflow_slots"
 """The name under which ``slot_attention`` is registered with transformers."""
@@ -194,9 +194,9 @@ class CausalModel:
         if not (folder / "config.json").is_file():
             raise ManifestError("no config.json", where=str(folder), hint="Use a Hugging Face model folder")
         check_dtype(dtype, where=str(folder))
-        check_model(json.loads((folder / "config.json").read_text()), longest=longest, where=str(folder))
+        check_packs(json.loads((folder / "config.json").read_text()), longest=longest, where=str(folder))
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        check_model(self.config.to_dict(), longest=longest, where=str(folder))  # now with defaults
+        check_packs(self.config.to_dict(), longest=longest, where=str(folder))  # now with defaults
         self.dtype: torch.dtype = getattr(torch, dtype)
         self._where = str(folder)
         with no_init_weights():

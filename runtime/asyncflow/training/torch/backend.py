@@ -103,7 +103,6 @@ class TorchBackend(TrainerBackend):
             rows=options.head_tokens,
             few_sizes=options.compile,
         )
-        self._packs = Packs(settings, tokens=self.slot_tokens, group=group)
         self._ranks = TensorGroup(
             group,
             device=self._device,
@@ -137,6 +136,7 @@ class TorchBackend(TrainerBackend):
         compared = self.settings.loss.references and not self.settings.reference_given
         self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
         self._model = self._policy.model
+        self._packs = self._packs_of(self.slot_tokens)
         self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
         if compared and lora is not None:
             self._reference = without_adapters(self._model, self._policy)
@@ -186,7 +186,7 @@ class TorchBackend(TrainerBackend):
         def step(batch: MicroBatch, tokens: int) -> None:
             if self.settings.reference_given:
                 batch = replace(batch, reference=batch.logprobs)
-            self._packs = Packs(self.settings, tokens=tokens, group=self.group)
+            self._packs = self._packs_of(tokens)
             try:
                 self._add(batch, version=None)
             except torch.OutOfMemoryError as full:
@@ -212,7 +212,10 @@ class TorchBackend(TrainerBackend):
             found = max(self.settings.longest_part or 1, few_sizes_below(found))
         self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
         self.trained = 0
-        self._packs = Packs(self.settings, tokens=self.slot_tokens, group=self.group)
+        self._packs = self._packs_of(self.slot_tokens)
+
+    def _packs_of(self, tokens: int) -> Packs:
+        return Packs(self.settings, tokens=tokens, group=self.group, padded=self._policy.padded)
 
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
         """Open the model, sharded over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
@@ -220,9 +223,7 @@ class TorchBackend(TrainerBackend):
         dtype: torch.dtype = getattr(torch, self.settings.weights)
         held: dict[str, Any] = {"device": self._device, "dtype": dtype, "longest": self.settings.longest}
         if mesh is None:
-            model = open_model(folder, weights=first, **held)
-            if frozen:
-                model.requires_grad_(False)
+            model = open_model(folder, weights=first, frozen=frozen, **held)
             if lora is not None:
                 add_adapters(model, lora)
             opened = self._logprobs(model)

@@ -72,9 +72,9 @@ class ValueModel(PackModel):
 
     def forward(self, pack: Pack) -> Tensor:
         """Return the value of the state in which each target of ``pack`` was chosen: float32[N]."""
-        rows = on_device(pack.rows, self.device)
+        inputs = self.inputs(pack)
         with self.cast():
-            states = self.model(**self.inputs(pack)).last_hidden_state[0].index_select(0, rows)
+            states = inputs.of(self.model(**inputs.arguments).last_hidden_state)
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         return functional.linear(states, self.head.weight.to(states.dtype), self.head.bias.to(states.dtype))[:, 0]
 
@@ -142,7 +142,7 @@ def add_estimates(
 
 
 class Critic:
-    """One rank's part of the critic: its model, its optimizer, and the gradient of its loss.
+    """One rank's part of the critic: its model, its optimizer, and the gradient of its loss. padded: see ``PackModel``.
 
     Raises TypeError if the algorithm of ``settings`` has no critic.
     """
@@ -151,6 +151,7 @@ class Critic:
         critic, algorithm = settings.critic, settings.loss.algorithm
         if critic is None or not isinstance(algorithm, Ppo):
             raise TypeError(f"{type(algorithm).__name__} has no critic")
+        self.padded = model.padded
         self._model = model
         self._algorithm = algorithm
         self.optimizer = FlatAdamW(model, critic.optimizer, seed=(settings.seed, group.rank, _SALT))

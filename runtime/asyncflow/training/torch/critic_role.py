@@ -97,9 +97,6 @@ class TorchCritic:
         choose_kernels(self._device, deterministic=settings.deterministic)
         torch.manual_seed(settings.seed)
         self._group = SingleProcess()
-        self._packs = Packs(
-            settings, tokens=settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part), group=self._group
-        )
         self._figures = StepFigures()
         self._step: list[MicroBatch] = []
         self._opened: Critic | None = None
@@ -127,6 +124,8 @@ class TorchCritic:
                 timeout_s=self._options.collective_timeout_s,
             ),
         )
+        tokens = self._settings.pack_tokens or max(SLOT_TOKENS, self._settings.longest_part)
+        self._packs = Packs(self._settings, tokens=tokens, group=self._group, padded=self._critic.padded)
         self._figures, self._step, self._settled = StepFigures(), [], None
         if meeting is not None:
             self._replicas.meet(meeting, device=self._device, timeout_s=self._options.collective_timeout_s)

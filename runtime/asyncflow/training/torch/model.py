@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.models.folder import model_class
-from asyncflow.models.source import check_model
+from asyncflow.models.source import check_model, no_packs
 from asyncflow.training.backend import OPTIONS
 from asyncflow.training.packing import LayoutName, Pack, few_sizes, pack_samples
 from asyncflow.training.torch.attention import (
@@ -125,21 +125,24 @@ def open_model(
     weights: bool,
     device: torch.device | None,
     dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
     longest: int | None = None,
 ) -> nn.Module:
     """Open the model folder with its weights, or with arbitrary weights if not ``weights``, held in ``dtype``.
 
     Parameters that no text passes through, such as those for images, require no gradient.
 
-    device: None leaves the model on the device where it was created; longest: most tokens of a sequence, None if
-    unknown. Raises ManifestError if transformers cannot open a model from the folder, and NotYetError for a model that
-    does not support packs.
+    device: None leaves the model on the device where it was created; frozen: no parameter requires a gradient; longest:
+    most tokens of a sequence, None if unknown. A model that supports no packs keeps its own attention. Raises
+    ManifestError if transformers cannot open a model from the folder, and NotYetError if it cannot be trained.
     """
     disable_progress_bar()  # it would disturb the log
     try:
         config = AutoConfig.from_pretrained(folder)
-        check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
-        kind = {"attn_implementation": ATTENTION, "dtype": dtype}
+        settings, most = config.to_dict(), longest or sys.maxsize
+        check_model(settings, longest=most, where=str(folder))
+        attention = {} if no_packs(settings, longest=most) else {"attn_implementation": ATTENTION}
+        kind = {"dtype": dtype, **attention}
         model = (
             model_class(config).from_pretrained(folder, config=config, **kind)
             if weights
@@ -151,7 +154,7 @@ def open_model(
             where=str(folder),
             hint="Use a folder with config.json and model.safetensors, as transformers writes it",
         ) from error
-    for parameter in _beside_texts(model):
+    for parameter in model.parameters() if frozen else _beside_texts(model):
         parameter.requires_grad_(False)
     return (model if device is None else model.to(device)).eval()
 
@@ -167,13 +170,16 @@ def _beside_texts(model: nn.Module) -> list[nn.Parameter]:
 class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     """A model of transformers that computes on packs.
 
-    compute: the dtype of its layers; few_sizes: pad packs to the sizes of ``packing.few_sizes``.
+    compute: the dtype of its layers; few_sizes: pad packs to the sizes of ``packing.few_sizes``; padded: whether it
+    supports no packs (``source.no_packs``), so that it computes each document in a row of its own, padded at the end,
+    where no token sees the padding.
     """
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype, few_sizes: bool = False) -> None:
         super().__init__()
         self.model = model
         self.compute = compute
+        self.padded = _is_padded(model)
         self._few_sizes = few_sizes
 
     @property
@@ -189,9 +195,11 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         )
         return chosen
 
-    def inputs(self, pack: Pack) -> dict[str, Any]:
-        """Return the arguments of a forward pass over ``pack``."""
+    def inputs(self, pack: Pack) -> Inputs:
+        """Return the inputs of a forward pass over ``pack``."""
         filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
+        if self.padded:
+            return _rows(filled, self.device)
         layout = _layout(self.model.config.get_text_config(), filled, device=self.device, compute=self.compute)
         return _inputs(filled, self.device, layout)
 
@@ -231,14 +239,12 @@ class LogprobModel(PackModel):
         temperature = self._temperature if temperature is None else temperature
         if self._head_is_last is None:
             self._inspect()
-        inputs = self.inputs(pack)
-        targets, rows = (on_device(array, self.device) for array in (pack.targets, pack.rows))
-        if not self._head_is_last or len(targets) <= self._rows:
+        inputs, targets = self.inputs(pack), on_device(pack.targets, self.device)
+        if not self._head_is_last or (len(targets) <= self._rows and not self.padded):
             with self.cast():
-                logits = self.model(**inputs, logits_to_keep=rows).logits[0]
-                return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
+                return _logprobs(_logits(self.model, inputs), targets, temperature=temperature, entropy=entropy)
         with self.cast():
-            states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
+            states = inputs.of(self.model.base_model(**inputs.arguments).last_hidden_state)
         # With autocast's cache all chunks would share one rounded copy of the head, and add gradients in low precision.
         with self.cast(cache_enabled=False):
             chunks = [
@@ -279,13 +285,45 @@ def _layout(config: PretrainedConfig, pack: Pack, *, device: torch.device, compu
     return KernelSequences if takes_sequences(config, device=device, compute=compute) else Documents
 
 
-def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> dict[str, Any]:
-    return {
+class Inputs(NamedTuple):
+    """The arguments of a model's forward pass over a pack; rows [N]: place of each target's row in the flat result."""
+
+    arguments: dict[str, Any]
+    rows: Tensor
+
+    def of(self, result: Tensor) -> Tensor:
+        """Return the targets' rows of a result: [B, T, any] -> [N, any]."""
+        return result.flatten(0, 1).index_select(0, self.rows)
+
+
+def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> Inputs:
+    """Return the inputs of a model that supports packs: one row of tokens."""
+    arguments = {
         "input_ids": on_device(pack.ids, device)[None],
         "position_ids": on_device(pack.positions, device)[None],
         "documents": layout.of(pack, device),
         "use_cache": False,
     }
+    return Inputs(arguments, on_device(pack.rows, device))
+
+
+def _rows(pack: Pack, device: torch.device) -> Inputs:
+    """Return the inputs of a model that supports no packs: each document in a row, which has one response."""
+    table = pack.table()
+    arguments = {"input_ids": on_device(pack.ids[table.places], device), "use_cache": False}
+    return Inputs(arguments, on_device(table.rows[pack.rows], device))
+
+
+def _is_padded(model: nn.Module) -> bool:
+    return bool(model.config._attn_implementation != ATTENTION)  # noqa: SLF001  transformers has no other name for it
+
+
+def _logits(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the logits of the targets' rows, [N, vocabulary]."""
+    if _is_padded(model):
+        return inputs.of(model(**inputs.arguments).logits)
+    logits: Tensor = model(**inputs.arguments, logits_to_keep=inputs.rows).logits[0]
+    return logits
 
 
 def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -306,19 +344,20 @@ def _check_packs(model: nn.Module, *, tolerance: float) -> None:
     prompts = [rng.integers(0, vocabulary, length) for length in (3, 3, 2)]
     prompts[1] = prompts[0]
     responses = [rng.integers(0, vocabulary, length) for length in (4, 5, 3)]
-    device = model.get_output_embeddings().weight.device
+    device, form = model.get_output_embeddings().weight.device, _rows if _is_padded(model) else _inputs
 
     def logits(layout: LayoutName, budget: int) -> Tensor:
         found: dict[tuple[int, int], Tensor] = {}
         for pack in pack_samples(prompts, responses, [0, 0, 1], layout=layout, budget=budget):
-            computed = model(**_inputs(pack, device)).logits[0, on_device(pack.rows, device)].float()
+            computed = _logits(model, form(pack, device)).float()
             names = zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True)
             found |= dict(zip(names, computed, strict=True))
         return torch.stack([found[name] for name in sorted(found)])
 
     try:
         with torch.no_grad():
-            together, alone = logits("shared-prompt", 99), logits("separate", 1)
+            together = logits("separate" if _is_padded(model) else "shared-prompt", 99)
+            alone = logits("separate", 1)
     except (TypeError, AttributeError, IndexError) as error:
         raise _no_packs(model, str(error)) from error
     if float((alone - together).abs().max()) > tolerance * float(alone.abs().max()):
@@ -338,9 +377,9 @@ def _head_is_last(model: nn.Module) -> bool:
 
     Uses random states, because states can be 0 if the model's weights are not loaded yet or for padding.
     """
-    pack = smallest_pack()
     head = model.get_output_embeddings()
-    shape = (1, len(pack.ids), head.weight.shape[1])
+    inputs = (_rows if _is_padded(model) else _inputs)(smallest_pack(), head.weight.device)
+    shape = (*inputs.arguments["input_ids"].shape, head.weight.shape[1])
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(head.weight) * _LARGE
 
     def replace(_module: nn.Module, _inputs: object, output: Any) -> Any:
@@ -350,7 +389,7 @@ def _head_is_last(model: nn.Module) -> bool:
     hook = model.base_model.register_forward_hook(replace)
     try:
         with torch.no_grad():
-            logits = model(**_inputs(pack, head.weight.device)).logits
+            logits = model(**inputs.arguments).logits
             return bool(torch.allclose(head(states).float(), logits.float()))
     finally:
         hook.remove()

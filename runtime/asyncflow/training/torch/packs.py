@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncflow.errors import ManifestError
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
-from asyncflow.training.packing import Pack, pack_samples
+from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings
 from asyncflow.training.torch.memory import FIELD, PackBudget
@@ -27,10 +27,11 @@ from asyncflow.training.torch.model import smallest_pack
 
 
 class Packs:
-    """The packs of one rank. tokens: most tokens of a pack."""
+    """The packs of one rank. tokens: most tokens of a pack; padded: whether the model takes them as padded batches."""
 
-    def __init__(self, settings: BackendSettings, *, tokens: int, group: ProcessGroup) -> None:
-        self._layout = settings.layout
+    def __init__(self, settings: BackendSettings, *, tokens: int, group: ProcessGroup, padded: bool) -> None:
+        self._layout: LayoutName = "separate" if padded else settings.layout
+        self._padded = padded
         self._pairs = settings.loss.algorithm.pairs
         self._group = group
         self._budget = PackBudget(tokens)
@@ -45,6 +46,7 @@ class Packs:
             layout=self._layout,
             budget=self._budget.tokens,
             whole=self._pairs,
+            padded=self._padded,
         )
         packs = [replace(pack, samples=chosen[pack.samples]) for pack in packs]
         if batch.loss_mask is None:

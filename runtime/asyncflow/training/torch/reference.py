@@ -24,7 +24,7 @@ from asyncflow.plugins import read_options
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS
-from asyncflow.training.packing import pack_samples
+from asyncflow.training.packing import LayoutName, pack_samples
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.torch.memory import PackBudget
 from asyncflow.training.torch.model import LogprobModel, choose_kernels, open_model, smallest_pack
@@ -43,15 +43,15 @@ class ReferenceModel:
         device = find_device(settings.device, share=settings.share, where="spec.reference.accelerator")
         choose_kernels(device, deterministic=settings.deterministic)
         dtype: torch.dtype = getattr(torch, settings.weights)
-        model = open_model(folder, weights=True, device=device, dtype=dtype, longest=settings.longest)
+        model = open_model(folder, weights=True, device=device, dtype=dtype, frozen=True, longest=settings.longest)
         self._model = LogprobModel(
-            model.requires_grad_(False),
+            model,
             temperature=settings.temperature,
             compute=getattr(torch, settings.compute),
             rows=options.head_tokens,
         )
         self._model.evaluate(smallest_pack())
-        self._layout = settings.layout
+        self._layout: LayoutName = "separate" if self._model.padded else settings.layout
         self._budget = PackBudget(settings.pack_tokens or max(SLOT_TOKENS, settings.longest or 0))
         self._device = device
 
@@ -74,6 +74,7 @@ class ReferenceModel:
             [row.meta.serial for row in rows],
             layout=self._layout,
             budget=self._budget.tokens,
+            padded=self._model.padded,
         )
         found: list[NDArray[Any]] = [np.zeros(length, np.float32) for length in responses.lengths.tolist()]
         for pack in packs:

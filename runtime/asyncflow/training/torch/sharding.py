@@ -48,9 +48,7 @@ def open_sharded(
     parameters. Raises ManifestError if transformers cannot open a model from the folder.
     """
     with _parameters_on_meta():
-        model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest)
-        if frozen:
-            model.requires_grad_(False)
+        model = open_model(folder, weights=False, device=None, dtype=dtype, frozen=frozen, longest=longest)
         if lora is not None:
             add_adapters(model, lora)
         sharded = wrap(model)
