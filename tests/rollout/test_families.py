@@ -321,6 +321,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope type 'longrope'",
     ),
     ({"model_type": "x", "expert_capacity": 64}, "capacity"),
+    ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "quantized"),
 ]
 NO_PACKS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "bloom"}, "cannot replace its attention"),

@@ -53,6 +53,8 @@ def test_packs_keep_the_budget_unless_one_sample_exceeds_it(
     prompts, responses, names = flat(groups)
     for pack in pack_samples(prompts, responses, names, layout=layout, budget=budget):
         assert len(pack.ids) <= budget or len(set(pack.samples.tolist())) == 1
+    for pack in pack_samples(prompts, responses, names, layout=layout, budget=budget, padded=True):
+        assert pack.table().places.size <= budget or len(set(pack.samples.tolist())) == 1
 
 
 @given(batches, layouts, st.integers(1, 30))

@@ -365,11 +365,24 @@ def test_the_gradient_of_a_model_with_a_window_is_that_of_a_padded_batch(layout:
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-4, rtol=1e-4)
 
 
-def test_attention_that_packs_cannot_do_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    config = Gemma2Config(**SIZES, head_dim=8)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ManifestError, match="capped"):
-        backend(tmp_path)
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_a_model_without_packs_is_trained_as_one_with_packs(layout: LayoutName, tmp_path: Path) -> None:
+    """A cap that no attention score comes near changes nothing but the way in which a batch is computed."""
+    trained = []
+    for cap in (None, 1e6):
+        folder = tmp_path / f"cap-{cap}"
+        torch.manual_seed(0)
+        config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=cap)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        trainer = backend(folder, loss=Loss(kl=0.1, entropy=0.01), layout=layout, pack_tokens=64)
+        metrics = train(trainer, 1, 2)
+        del metrics["packed_tokens"]  # shared prompts are computed once only in packs
+        trained.append((metrics, weights(trainer)))
+    (packed, end), (padded, other_end) = trained
+    assert packed["grad_norm"] > 0
+    assert padded == pytest.approx(packed, rel=1e-3, abs=1e-5)
+    for name, values in end.items():
+        np.testing.assert_allclose(other_end[name], values, atol=1e-5, err_msg=name)
 
 
 def test_what_does_not_fit_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

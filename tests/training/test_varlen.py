@@ -17,6 +17,7 @@ from transformers import LlamaConfig, MistralConfig
 from asyncflow.errors import ManifestError
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.torch.attention import (
+    ATTENTION,
     AttentionPart,
     Documents,
     FlashKernel,
@@ -203,6 +204,7 @@ def test_a_pack_with_a_sequence_beyond_the_window_is_attended_to_by_document(mon
 
     def layout(window: int | None, device: str) -> type:
         config = MistralConfig(hidden_size=256, num_attention_heads=4, sliding_window=window)
+        config._attn_implementation = ATTENTION
         return _layout(config, pack, device=SimpleNamespace(type=device), compute=torch.bfloat16)
 
     assert [layout(window, "cuda") for window in (None, longest)] == [KernelSequences] * 2

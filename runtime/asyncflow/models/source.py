@@ -201,7 +201,7 @@ def _cached(name: str) -> Path:
 ENGINE_DTYPES = ("float32", "bfloat16")
 """Dtypes in which the engine ``transformers`` computes."""
 
-_HINT = "Use a causal model"
+_HINT = "Use a causal model with weights in float32, bfloat16 or float16"
 _PACKS_HINT = "Use a causal model with softmax attention over all earlier tokens, or over a sliding window of them"
 
 
@@ -240,7 +240,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
-    """Raise NotYetError for a model whose samples change each other's results, even in rows of their own.
+    """Raise NotYetError for a model that is quantized, or whose samples change each other's results in any batch.
 
     config: the content of config.json; longest: most tokens of a sequence; where: the folder.
     """
@@ -250,6 +250,7 @@ def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:
         or config.get("is_encoder_decoder") is True
         or bool(config.get("use_bidirectional_attention")),
         "its experts have a capacity, beyond which tokens are dropped": bool(config.get("expert_capacity")),
+        "its weights are quantized": bool(config.get("quantization_config")),
     }
     reasons = [reason for reason, applies in unsupported.items() if applies]
     _refuse(config, [*reasons, *_rope(config, longest)], where=where, hint=_HINT)

@@ -42,7 +42,8 @@ from asyncflow.training.torch.attention import (
 )
 from asyncflow.training.torch.device import on_device
 
-Layout: TypeAlias = type[Documents] | type[KernelSequences] | type[NpuSequences]
+Layout: TypeAlias = type[Documents] | type[KernelSequences] | type[NpuSequences] | None
+"""The layout of packs for attention, None for a model that supports no packs."""
 _A_TOKEN = np.zeros(1, dtype=np.int32)
 _TOLERANCE = 1e-3
 """Largest change of a sample's logits by the rest of its pack, relative to the largest logit."""
@@ -179,7 +180,7 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         super().__init__()
         self.model = model
         self.compute = compute
-        self.padded = _is_padded(model)
+        self.padded = not _takes_packs(model.config)
         self._few_sizes = few_sizes
 
     @property
@@ -198,9 +199,7 @@ class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
     def inputs(self, pack: Pack) -> Inputs:
         """Return the inputs of a forward pass over ``pack``."""
         filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
-        if self.padded:
-            return _rows(filled, self.device)
-        layout = _layout(self.model.config.get_text_config(), filled, device=self.device, compute=self.compute)
+        layout = _layout(self.model.config, filled, device=self.device, compute=self.compute)
         return _inputs(filled, self.device, layout)
 
 
@@ -277,6 +276,9 @@ def smallest_pack() -> Pack:
 
 def _layout(config: PretrainedConfig, pack: Pack, *, device: torch.device, compute: torch.dtype) -> Layout:
     """Return the layout of ``pack`` for attention on ``device``; only documents support a shorter sliding window."""
+    if not _takes_packs(config):
+        return None
+    config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is not None and window < longest_of(pack):
         return Documents
@@ -296,8 +298,12 @@ class Inputs(NamedTuple):
         return result.flatten(0, 1).index_select(0, self.rows)
 
 
-def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> Inputs:
-    """Return the inputs of a model that supports packs: one row of tokens."""
+def _inputs(pack: Pack, device: torch.device, layout: Layout) -> Inputs:
+    """Return the inputs of a model for ``pack``: one row of tokens, or without a layout a row for each document."""
+    if layout is None:
+        table = pack.table()
+        rows = {"input_ids": on_device(pack.ids[table.places], device), "use_cache": False}
+        return Inputs(rows, on_device(table.rows[pack.rows], device))
     arguments = {
         "input_ids": on_device(pack.ids, device)[None],
         "position_ids": on_device(pack.positions, device)[None],
@@ -307,20 +313,13 @@ def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> Inp
     return Inputs(arguments, on_device(pack.rows, device))
 
 
-def _rows(pack: Pack, device: torch.device) -> Inputs:
-    """Return the inputs of a model that supports no packs: each document in a row, which has one response."""
-    table = pack.table()
-    arguments = {"input_ids": on_device(pack.ids[table.places], device), "use_cache": False}
-    return Inputs(arguments, on_device(table.rows[pack.rows], device))
-
-
-def _is_padded(model: nn.Module) -> bool:
-    return bool(model.config._attn_implementation != ATTENTION)  # noqa: SLF001  transformers has no other name for it
+def _takes_packs(config: PretrainedConfig) -> bool:
+    return bool(config._attn_implementation == ATTENTION)  # noqa: SLF001  transformers has no public name for it
 
 
 def _logits(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the logits of the targets' rows, [N, vocabulary]."""
-    if _is_padded(model):
+    if not _takes_packs(model.config):
         return inputs.of(model(**inputs.arguments).logits)
     logits: Tensor = model(**inputs.arguments, logits_to_keep=inputs.rows).logits[0]
     return logits
@@ -344,20 +343,19 @@ def _check_packs(model: nn.Module, *, tolerance: float) -> None:
     prompts = [rng.integers(0, vocabulary, length) for length in (3, 3, 2)]
     prompts[1] = prompts[0]
     responses = [rng.integers(0, vocabulary, length) for length in (4, 5, 3)]
-    device, form = model.get_output_embeddings().weight.device, _rows if _is_padded(model) else _inputs
+    device, packed = model.get_output_embeddings().weight.device, _takes_packs(model.config)
 
     def logits(layout: LayoutName, budget: int) -> Tensor:
         found: dict[tuple[int, int], Tensor] = {}
         for pack in pack_samples(prompts, responses, [0, 0, 1], layout=layout, budget=budget):
-            computed = _logits(model, form(pack, device)).float()
+            computed = _logits(model, _inputs(pack, device, Documents if packed else None)).float()
             names = zip(pack.samples.tolist(), pack.offsets.tolist(), strict=True)
             found |= dict(zip(names, computed, strict=True))
         return torch.stack([found[name] for name in sorted(found)])
 
     try:
         with torch.no_grad():
-            together = logits("separate" if _is_padded(model) else "shared-prompt", 99)
-            alone = logits("separate", 1)
+            together, alone = logits("shared-prompt" if packed else "separate", 99), logits("separate", 1)
     except (TypeError, AttributeError, IndexError) as error:
         raise _no_packs(model, str(error)) from error
     if float((alone - together).abs().max()) > tolerance * float(alone.abs().max()):
@@ -378,7 +376,7 @@ def _head_is_last(model: nn.Module) -> bool:
     Uses random states, because states can be 0 if the model's weights are not loaded yet or for padding.
     """
     head = model.get_output_embeddings()
-    inputs = (_rows if _is_padded(model) else _inputs)(smallest_pack(), head.weight.device)
+    inputs = _inputs(smallest_pack(), head.weight.device, Documents if _takes_packs(model.config) else None)
     shape = (*inputs.arguments["input_ids"].shape, head.weight.shape[1])
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(head.weight) * _LARGE
 
