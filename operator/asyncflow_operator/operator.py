@@ -79,6 +79,7 @@ class Operator:
         self._running: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(settings.workers)
         self._worklist: Worklist[Key] = Worklist(waited=metrics.wait_seconds.observe)
+        self._failing_since: dict[Key, float] = {}
         self._leader = Leader(leases, namespace=settings.namespace, name=settings.lease, identity=settings.identity)
         self._prepared = False
         api.may_write = self._leads
@@ -113,13 +114,13 @@ class Operator:
         )
         self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), changed=self._mark_waiting)
         self._lookups = Lookups(api, changed=self._mark_job, keep_s=2 * settings.resync_seconds)
-        refused = RefusalRecord()
+        self._refused = RefusalRecord()
         self._reconciler = Reconciler(
             observer=Observer(
                 self._watch.store,
                 probe=self._drivers.probe,
                 nodes=lambda: self._capacity.nodes,
-                refused=refused,
+                refused=self._refused,
                 find=lambda ref, key: self._lookups.find(ref, by=key),
                 references=self._watch.references,
             ),
@@ -130,7 +131,7 @@ class Operator:
             },
             executor=PlanExecutor(api, self._watch.store, self._drivers, acted=metrics.acted),
             recorder=Recorder(api, reporter=settings.identity),
-            refused=refused,
+            refused=self._refused,
             metrics=metrics,
             log=log,
         )
@@ -155,7 +156,7 @@ class Operator:
             metrics=self._metrics,
             health=self._health,
             ready=self._watch.missing,
-            refresh=lambda: update_gauges(self._watch.store, self._metrics),
+            refresh=lambda: update_gauges(self._watch.store, self._metrics, self._failing_seconds()),
         )
         port = await http.start(self._settings.http_host, self._settings.http_port)
         _log.info("operator started", extra={"identity": self._settings.identity, "http_port": port})
@@ -243,6 +244,10 @@ class Operator:
         backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
         if outcome.gone:
             self._worklist.forget(key)
+        if outcome.failed or self._refused.denied(key):
+            self._failing_since.setdefault(key, started)
+        else:
+            self._failing_since.pop(key, None)
         word = "failed" if outcome.failed or outcome.denied else "gone" if outcome.gone else "ok"
         self._metrics.reconciled(key.kind, word, time.perf_counter() - started)
         if outcome.failed:
@@ -256,6 +261,10 @@ class Operator:
         if self._running:
             await asyncio.wait(self._running, timeout=FINISH_S)
         await self._leader.release()
+
+    def _failing_seconds(self) -> dict[Key, float]:
+        now = time.perf_counter()
+        return {key: now - since for key, since in self._failing_since.items()}
 
     def _running_drivers(self) -> Iterator[RunningDriver]:
         """Yield the running drivers and publishers, each with the number of rollout pods of its job."""

@@ -1,10 +1,10 @@
 """Telemetry of the operator: metrics, log records as JSON lines, and the HTTP server for metrics and health.
 
 Invariants: every metric is declared here, once, as ``asyncflow_operator_*``. A label has few values, so the number of
-series does not grow with the number of jobs: of all objects, only the ``MOST_NAMED`` jobs that failed last are named. A
-log line is one JSON object with the time, level, logger, event and the object concerned. The process is healthy if a
-restart would not help: the event loop runs, objects are processed, and the watches receive messages or retry. An
-unreachable or slow API server does not make this process unhealthy; the metrics show it.
+series does not grow with the number of jobs: a metric that names objects has series for ``MOST_NAMED`` of them, those
+that need attention most. A log line is one JSON object with the time, level, logger, event and the object concerned.
+The process is healthy if a restart would not help: the event loop runs, objects are processed, and the watches receive
+messages or retry. An unreachable or slow API server does not make this process unhealthy; the metrics show it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Never, TextIO, get_args
 
@@ -32,11 +32,12 @@ from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB, SY
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.decide.progress import ACTIVE
+from asyncflow_operator.references import Key
 
 _SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 MOST_NAMED: Final = 50
-"""Most failed jobs with a series of their own."""
+"""Most series of a metric that names objects."""
 MOST_LAG_S: Final = 10.0
 MOST_STUCK_S: Final = 300.0
 _TICK_S: Final = 1.0
@@ -68,8 +69,17 @@ class Metrics:
         self.pods = self._gauge("pods_count", "pods, by role and phase", "role", "phase")
         self.budget_used = self._gauge(
             "restart_budget_used_ratio",
-            "largest used share of a job's restart budget; no series for a role without restarts",
+            f"used share of a role's restart budget, for the {MOST_NAMED} largest; no series without restarts",
+            "job_namespace",
+            "rljob",
             "role",
+        )
+        self.failing = self._gauge(
+            "failing_seconds",
+            f"time for which the reconciliation of an object has failed, for the {MOST_NAMED} longest",
+            "kind",
+            "object_namespace",
+            "object",
         )
         self.actions = self._counter("actions", "executed actions", "action", "outcome")
         self.api_requests = self._counter("api_requests", "requests to the API server", "verb", "resource", "code")
@@ -135,11 +145,14 @@ def setup_logging(level: str, *, stream: TextIO | None = None) -> None:
     logging.captureWarnings(capture=True)
 
 
-def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
-    """Set the gauges that count objects from the store; called for each request of ``/metrics``."""
+def update_gauges(store: ObjectStore, metrics: Metrics, failing: Mapping[Key, float]) -> None:
+    """Set the gauges that count or name objects; called for each request of ``/metrics``.
+
+    failing: for how many seconds the reconciliation of an object has failed.
+    """
     phases: collections.Counter[str] = collections.Counter()
     failed: list[tuple[str, str, str]] = []
-    used: dict[str, float] = {}
+    used: list[tuple[float, str, str, str]] = []
     stalled = 0
     for namespace, name, entry in store.all(RLJOB.name):
         job: CustomResource = entry.view
@@ -147,11 +160,10 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
         if job.status.phase == "Failed":
             failed.append((job.status.completion_time or "", namespace, name))
         stalled += _is(job, "Stalled")
-        for role, share in _budgets(job).items():
-            used[role] = max(share, used.get(role, 0.0))
+        used += ((share, namespace, name, role) for role, share in _budgets(job).items())
     owned = (entry.view for _, _, entry in store.all(POD.name) if entry.owner)
     pods = collections.Counter((kind_of_role(pod.role), pod.phase) for pod in owned)
-    for gauge in (metrics.jobs, metrics.job_failed, metrics.pods, metrics.budget_used):
+    for gauge in (metrics.jobs, metrics.job_failed, metrics.pods, metrics.budget_used, metrics.failing):
         gauge.clear()
     for phase in get_args(Phase):
         metrics.jobs.labels(phase).set(phases[phase])
@@ -159,8 +171,10 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
         metrics.job_failed.labels(namespace, name).set(1)
     for (role, phase), count in pods.items():
         metrics.pods.labels(role, phase).set(count)
-    for role, share in used.items():
-        metrics.budget_used.labels(role).set(share)
+    for share, namespace, name, role in sorted(used)[-MOST_NAMED:]:
+        metrics.budget_used.labels(namespace, name, role).set(share)
+    for seconds, key in sorted((seconds, key) for key, seconds in failing.items())[-MOST_NAMED:]:
+        metrics.failing.labels(*key).set(seconds)
     for kind in CUSTOM_KINDS:
         metrics.objects.labels(kind.name).set(store.count(kind.name))
     for kind in (QUEUE, SYNC):

@@ -49,6 +49,7 @@ def working(outcome: str, *, per_minute: float) -> list[Change]:
         Change(f"{PREFIX}probes_total", {"outcome": outcome}, by=per_minute),
         Change(f"{PREFIX}wait_seconds_bucket", {}, by=per_minute),
         Change(f"{PREFIX}restart_budget_used_ratio", {}, to=0.1),
+        Change(f"{PREFIX}failing_seconds", {}, by=0 if outcome == "ok" else 60, to=0),
         Change(f"{PREFIX}watch_age_seconds", {}, to=30),
     ]
 
@@ -58,12 +59,9 @@ def test_of_an_operator_that_works_nothing_is_said(scraped: Scraped) -> None:
 
 
 def test_reconciles_and_probes_that_fail_are_told(scraped: Scraped) -> None:
-    """One object that fails permanently is tried again once a minute."""
     changes = working("failed", per_minute=1)
-    told = [
-        {"alertname": "AsyncFlowReconcileErrors", "kind": "RLJob", **ON},
-        {"alertname": "AsyncFlowProbeFailures", **ON},
-    ]
+    job = {"kind": "RLJob", "object_namespace": "jobs", "object": "taken"}
+    told = [{"alertname": "AsyncFlowReconcileErrors", **job, **ON}, {"alertname": "AsyncFlowProbeFailures", **ON}]
     check(course(scraped, minutes=60, changes=changes), minutes=60, firing=told)
 
 
@@ -77,7 +75,8 @@ def test_one_driver_of_two_that_is_silent_is_told(scraped: Scraped) -> None:
 
 def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: Scraped) -> None:
     used = [*working("ok", per_minute=100), Change(f"{PREFIX}restart_budget_used_ratio", {"role": "storage"}, to=0.9)]
-    told = [{"alertname": "AsyncFlowRestartBudgetNearlyUsed", "role": "storage", **ON}]
+    job = {"job_namespace": "jobs", "rljob": "quiet", "role": "storage"}
+    told = [{"alertname": "AsyncFlowRestartBudgetNearlyUsed", **job, **ON}]
     check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
 
 

@@ -12,6 +12,7 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.errors import Refused
 from asyncflow_operator.cluster.store import ObjectStore
+from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import (
     MOST_NAMED,
     MOST_STUCK_S,
@@ -37,7 +38,7 @@ class World:
             metrics=self.metrics,
             health=vitals,
             ready=lambda: self.missing,
-            refresh=lambda: update_gauges(store, self.metrics),
+            refresh=lambda: update_gauges(store, self.metrics, {}),
         )
 
 
@@ -77,7 +78,7 @@ def test_the_jobs_that_failed_last_are_named() -> None:
     metrics = Metrics()
 
     def named() -> set[str]:
-        update_gauges(store, metrics)
+        update_gauges(store, metrics, {})
         families = metrics.registry.collect()
         (family,) = (each for each in families if each.name == "asyncflow_operator_job_failed_flag")
         assert {(each.labels["job_namespace"], each.value) for each in family.samples} == {("ns", 1)}
@@ -88,7 +89,7 @@ def test_the_jobs_that_failed_last_are_named() -> None:
     assert named() == {f"j{number}" for number in range(3, MOST_NAMED + 5)} - {"j7", "j20"}
 
 
-def test_the_fleet_is_counted_without_names() -> None:
+def test_the_fleet_is_counted_and_the_jobs_that_have_used_most_restarts_are_named() -> None:
     settings = ["failurePolicy.rollout.maxRestarts=4", "reward.role.replicas=1"]
     model = load_job(EXAMPLE, settings)
     stalled = SimpleNamespace(type="Stalled", status="True")
@@ -105,13 +106,32 @@ def test_the_fleet_is_counted_without_names() -> None:
         meta = {"name": f"j{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
         store.put("RLJob", {"metadata": meta, "view": view})
     metrics = Metrics()
-    update_gauges(store, metrics)
+    update_gauges(store, metrics, {})
     value = metrics.registry.get_sample_value
     assert value("asyncflow_operator_jobs_count", {"phase": "Running"}) == 2
     assert value("asyncflow_operator_jobs_count", {"phase": "Succeeded"}) == 0, "a series that alerts may rely on"
     assert value("asyncflow_operator_jobs_stalled_count") == 3
-    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
-    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "reward"}) == 1, "a role that the job adds"
+
+    def used(job: str, role: str) -> float | None:
+        labels = {"job_namespace": "ns", "rljob": job, "role": role}
+        return value("asyncflow_operator_restart_budget_used_ratio", labels)
+
+    assert used("j0", "rollout") == 0.25
+    assert used("j0", "reward") == 1, "a role that the job adds"
+    assert used("j1", "rollout") == 0.75
+    assert used("j2", "rollout") is None, "it has ended"
+
+
+def test_the_objects_that_have_failed_longest_are_named() -> None:
+    metrics = Metrics()
+    store = ObjectStore(lambda *_: None, lambda *_: None)
+    failing = {Key("RLJob", "ns", f"j{number}"): float(number) for number in range(MOST_NAMED + 5)}
+    for expected in (failing, {Key("WeightSync", "ns", "w"): 2.0}):
+        update_gauges(store, metrics, expected)
+        families = metrics.registry.collect()
+        (family,) = (each for each in families if each.name == "asyncflow_operator_failing_seconds")
+        named = {Key(*each.labels.values()): each.value for each in family.samples}
+        assert named == dict(list(expected.items())[-MOST_NAMED:])
 
 
 def test_what_stands_alone_and_is_degraded_is_counted() -> None:
@@ -123,7 +143,7 @@ def test_what_stands_alone_and_is_degraded_is_counted() -> None:
         meta = {"name": f"w{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
         store.put("WeightSync", {"metadata": meta, "view": view})
     metrics = Metrics()
-    update_gauges(store, metrics)
+    update_gauges(store, metrics, {})
     value = metrics.registry.get_sample_value
     assert value("asyncflow_operator_degraded_count", {"kind": "WeightSync"}) == 1, "a job tells of its own"
     assert value("asyncflow_operator_degraded_count", {"kind": "TransferQueue"}) == 0
@@ -137,7 +157,7 @@ def test_no_user_makes_a_series_of_pods_by_the_name_of_a_task_or_a_label() -> No
         meta |= {} if role == "mine" else {"ownerReferences": [owner]}
         store.put("Pod", {"metadata": meta, "view": SimpleNamespace(role=role, phase="Running")})
     metrics = Metrics()
-    update_gauges(store, metrics)
+    update_gauges(store, metrics, {})
     (family,) = (each for each in metrics.registry.collect() if each.name == "asyncflow_operator_pods_count")
     assert {each.labels["role"]: each.value for each in family.samples} == {"rollout": 1, "task": 2}
 
