@@ -33,12 +33,14 @@ class Ref:
 class Denial:
     """Refusal by the API server. why: its message.
 
-    missing: whether the object does not exist because of it; failed: whether the server failed, whatever the object.
+    missing: whether the object does not exist because of it; deletes: whether the object was to be deleted; failed:
+    whether the server failed, whatever the object.
     """
 
     ref: Ref
     why: str
     missing: bool
+    deletes: bool = False
     failed: bool = False
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ from scripted_driver import ScriptedDrivers
 from world import OURS
 
 from kube.plane import ControlPlane, KubectlError
+from kube.rest import Refused
 from operator_process import OperatorProcess
 
 HELD = {"annotations": {"kwok.test/hold": "true"}}
@@ -207,6 +208,38 @@ def test_a_change_that_is_refused_stops_no_lost_pod_from_being_replaced(
     job.until_says("WhyPending", "Denied", "PersistentVolumeClaim/shrunk-ledger")
     job.edit(storage={"ledger": {"claim": claim}})
     job.until_says("WhyPending", "NothingPending")
+    job.delete()
+
+
+def test_a_deletion_that_is_refused_is_said_to_be_one(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    job = OneJob(kwok_plane, "jobs", "kept", drivers.of("jobs", "kept")).create()
+    job.until(job.is_whole, "all pods")
+    policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["DELETE"], "resources": ["pods"]}
+    kept = {"expression": "!oldObject.metadata.name.startsWith('kept-')", "message": "no pod of it may be deleted"}
+    policy = {"matchConstraints": {"resourceRules": [rule]}, "validations": [kept]}
+    kwok_plane.api.create(f"{policies}ies", {"metadata": {"name": "kept"}, "spec": policy})
+    binding = {"policyName": "kept", "validationActions": ["Deny"]}
+    kwok_plane.api.create(f"{policies}ybindings", {"metadata": {"name": "kept"}, "spec": binding})
+    pod = f"/api/v1/namespaces/jobs/pods/{job.name}-rollout-0"
+
+    def is_refused() -> bool:
+        try:
+            kwok_plane.api.delete(pod, dryRun="All")
+        except Refused:
+            return True
+        return False
+
+    job.until(is_refused, "the policy to be in force")
+    job.driver.say(phase="Suspended")
+    job.edit(suspend=True)
+    said = job.until_says("Suspended", "Suspending", "refused the deletion of Pod/kept-", "no pod of it may be deleted")
+    assert "Running pods" not in said
+    for part in ("ybindings", "ies"):
+        kwok_plane.api.delete(f"{policies}{part}/kept")
+    job.until_phase("Suspended")
     job.delete()
 
 

@@ -126,8 +126,14 @@ class PlanExecutor:
                 if refused.namespace_ends or refused.replaced or (refused.conflict and not refused.exists):
                     failures.errors.append(refused)
                 else:
-                    missing = self._lacks(owner, action)
-                    failures.denied.append(Denial(action.ref, refused.what, missing=missing, failed=refused.failed))
+                    denial = Denial(
+                        action.ref,
+                        refused.what,
+                        missing=self._lacks(owner, action),
+                        deletes=isinstance(action, Delete),
+                        failed=refused.failed,
+                    )
+                    failures.denied.append(denial)
                 error: AsyncFlowError = refused
             except AsyncFlowError as failed:
                 failures.errors.append(failed)

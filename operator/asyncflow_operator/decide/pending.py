@@ -92,12 +92,13 @@ def why_denied(denied: Sequence[Denial]) -> Obstacle:
     first, *others = sorted(
         denied, key=lambda denial: (not denial.missing, denial.failed, denial.ref.kind != "Pod", denial.ref)
     )
-    more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} not written)" if others else ""
-    unaffected = "" if first.missing else ". Running pods are not affected"
+    what = ("the deletion of " if first.deletes else "") + _short(str(first))
+    more = f" (and {len(others)} more)" if others else ""
+    unaffected = "" if first.missing or first.deletes else ". Running pods are not affected"
     if first.failed:
         remedy = "It is retried; if it persists, check the API server, its webhooks and the operator's credentials"
-        return Obstacle("ApiFailed", f"The API server failed at {_short(str(first))}{more}. {remedy}{unaffected}")
-    return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{unaffected}")
+        return Obstacle("ApiFailed", f"The API server failed at {what}{more}. {remedy}{unaffected}")
+    return Obstacle("Denied", f"The API server refused {what}{more}. {_remedy(first.why)}{unaffected}")
 
 
 def why_lacking(

@@ -152,9 +152,10 @@ def test_what_a_job_that_is_suspended_waits_for_is_said():
     assert suspended_because(state).startswith(
         "Waits until all pods are deleted. demo-rollout-0 is deleted, but the finalizer example.com/hold keeps its name"
     )
-    deletion = Denial(Ref("Pod", "demo-rollout-0"), "no pod may be deleted", missing=False)
+    deletion = Denial(Ref("Pod", "demo-rollout-0"), "no pod may be deleted", missing=False, deletes=True)
     refused = replace(state, pods=(pod_view("rollout"),), denied=(deletion,))
-    assert "refused Pod/demo-rollout-0: no pod may be deleted" in suspended_because(refused)
+    assert "refused the deletion of Pod/demo-rollout-0: no pod may be deleted" in suspended_because(refused)
+    assert "Running pods" not in suspended_because(refused)
     (action,) = decide_job(refused, now=START, desired=DESIRED).stages[0]
     assert action.ref == deletion.ref
     assert not decide_job(refused, now=START, desired=DESIRED).notes

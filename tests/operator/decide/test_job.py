@@ -346,7 +346,7 @@ def test_a_refused_object_stops_only_pods_that_need_it():
     assert names(world.pods.values()) == ALL
     denied = condition(world, "WhyPending")
     assert (denied.status, denied.reason) == ("True", "Denied")
-    assert "2 more are not written" in denied.message
+    assert "(and 2 more)" in denied.message
     assert "Running pods are not affected" in denied.message
     assert world.notes.count("Denied") == 1
 
