@@ -93,6 +93,8 @@ class ObjectStore:
         group = group_of(kind, raw)
         if before is not None and before.group != group:
             self._drop(kind, namespace, name, before)
+            self._changed(before.group, kind, before.view, None)
+            before = None
         entry = Entry(kind, uid, version, group, owner, view)
         self._kinds.setdefault(kind, {})[namespace, name] = entry
         self._groups.setdefault(group, {})[kind, name] = entry

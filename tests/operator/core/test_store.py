@@ -16,10 +16,12 @@ def raw(name: str, *, version: int, uid: str = "u1", value: object = 0, labels: 
 class Noted:
     def __init__(self) -> None:
         self.changes: list[tuple[str, Any, Any]] = []
+        self.told: list[str] = []
         self.store = ObjectStore(lambda _kind, raw, _before: raw["value"], self._changed)
 
     def _changed(self, group: ObjectGroup, kind: str, before: Any, after: Any) -> None:
         self.changes.append((kind, before, after))
+        self.told.append(group.name)
 
     def view(self, name: str) -> Any:
         entry = self.store.get("Pod", "ns", name)
@@ -97,10 +99,12 @@ def test_a_group_holds_the_objects_that_belong_together() -> None:
     assert sorted(entry.uid for entry in noted.store.of(ObjectGroup("ns", "TransferQueue", "alone"))) == ["ua", "us"]
 
 
-def test_an_object_that_changes_its_group_is_in_one_only() -> None:
+def test_an_object_that_changes_its_group_is_in_one_only_and_both_are_told() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=1))
     noted.store.put("Pod", raw("a", version=2, labels={"asyncflow.dev/job": "k"}))
+    assert noted.told == ["j", "j", "k"]
+    assert noted.changes == [("Pod", None, 0), ("Pod", 0, None), ("Pod", None, 0)]
     assert not noted.store.of(ObjectGroup("ns", "RLJob", "j"))
     assert len(noted.store.of(ObjectGroup("ns", "RLJob", "k"))) == 1
 
