@@ -166,6 +166,9 @@ class PlanExecutor:
         return known is None or known.owner != owner.uid
 
     async def _apply(self, owner: Owner, action: Apply) -> None:
+        """Create or change an object. Its labels say what it is: if the admission of the cluster has changed one,
+        Refusal is raised, and a pod is deleted.
+        """
         kind, name = BY_NAME[action.ref.kind], action.ref.name
         known = self._store.get(kind.name, owner.namespace, name)
         if kind.watched == "never":
@@ -175,31 +178,25 @@ class PlanExecutor:
             raw: Json | None = await self._change(kind, owner.namespace, action.manifest, uid=known.uid)
         else:
             raw = await self._create(owner, kind, action.manifest)
-        if raw is not None:
-            self._store.put(kind.name, raw)
+        if raw is None:
+            return
+        meta = raw["metadata"]
+        if changed := action.manifest["metadata"]["labels"].items() - (meta.get("labels") or {}).items():
+            why = f"a policy or webhook changed its label {min(changed)[0]}"
+            if kind is POD:
+                await self._delete(owner, Delete(ref=action.ref, uid=meta["uid"], why=why))
+                why += ", so it was deleted"
+            raise Refusal(why, where=f"apply {kind.plural}", status=403)
+        self._store.put(kind.name, raw)
 
     async def _create(self, owner: Owner, kind: Kind, manifest: Manifest) -> Json | None:
         """Create an object. Returns None if the owner already has it; the watch will report it."""
         try:
-            if kind is POD:
-                return await self._create_pod(owner, manifest)
-            return await self._api.make(kind, owner.namespace, manifest)
+            return await (self._api.create if kind is POD else self._api.make)(kind, owner.namespace, manifest)
         except Refusal as refused:
             if not refused.exists:
                 raise
             return await self._recover(owner, kind, manifest, refused)
-
-    async def _create_pod(self, owner: Owner, manifest: Manifest) -> Json:
-        """Create a pod. If the admission of the cluster has changed one of its labels, which say what it is, it is
-        deleted, and Refusal is raised.
-        """
-        raw = await self._api.create(POD, owner.namespace, manifest)
-        meta = raw["metadata"]
-        if changed := manifest["metadata"]["labels"].items() - (meta.get("labels") or {}).items():
-            why = f"a policy or webhook changed its label {min(changed)[0]}"
-            await self._delete(owner, Delete(ref=Ref(POD.name, meta["name"]), uid=meta["uid"], why=why))
-            raise Refusal(f"{why}, so it was deleted", where=f"create {POD.plural}", status=403)
-        return raw
 
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
         """Repair and return an object of the owner that no watch reports because its labels were removed.
