@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.api.job import RLJob
-from asyncflow_operator.actions import Action, Delete, DriverOrder, Plan
+from asyncflow.errors import AsyncFlowError
+from asyncflow_operator.actions import Action, Delete, DriverOrder, Note, Plan
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
+from asyncflow_operator.cluster.client import Refusal
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import CustomResource
+from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decisions import DecisionLog
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.encoding import State
 from asyncflow_operator.observe import Observer, RefusalRecord
-from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject
+from asyncflow_operator.observed import Denial, JobState, Manifest, Owner, Ref, ReferredObject
 from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 
@@ -185,6 +188,8 @@ class Reconciler:
             if failures:
                 current = self._observer.resource(key)
                 failed = current is not None and current.owner.uid == owner.uid
+                for refused in failures.errors if failed else ():
+                    await self._tell_refused_status(owner, refused)
                 return ReconcileOutcome(failed=failed, gone=current is None), failures
         failures = await self._executor.carry_out(owner, stages, lacking=paused)
         await self._record(owner, plan, stages, failures)
@@ -195,6 +200,14 @@ class Reconciler:
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
         outcome = ReconcileOutcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
         return outcome, failures
+
+    async def _tell_refused_status(self, owner: Owner, error: AsyncFlowError) -> None:
+        """Record an event about a refused status, which cannot tell it itself, unless another client was faster."""
+        if isinstance(error, Refusal) and not (error.conflict or error.absent):
+            what = f"its status is not written: {error.what}"
+            denial = Denial(Ref(owner.kind, owner.name), what, missing=False, failed=error.failed)
+            obstacle = why_denied([denial])
+            await self._recorder.record(owner, Note(type="Warning", reason=obstacle.reason, message=obstacle.message))
 
 
 def _is_due(action: Action, paused: frozenset[Ref]) -> bool:

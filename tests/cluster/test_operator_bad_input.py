@@ -11,7 +11,7 @@ from scripted_driver import ScriptedDrivers
 from world import OURS
 
 from kube.plane import ControlPlane, KubectlError
-from kube.rest import Refused
+from kube.rest import DRY_RUN, Refused
 from operator_process import OperatorProcess
 
 HELD = {"annotations": {"kwok.test/hold": "true"}}
@@ -183,6 +183,32 @@ def make_claim(plane: ControlPlane, name: str) -> None:
     plane.api.create("/api/v1/namespaces/jobs/persistentvolumeclaims", {"metadata": {"name": name}, "spec": claim})
 
 
+def forbid(
+    plane: ControlPlane, rule: dict[str, Any], validation: dict[str, str], *, attempt: Callable[[], object]
+) -> Callable[[], None]:
+    """Have a policy refuse requests until what is returned is called; ``attempt`` is one of them."""
+    policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
+    policy = {"matchConstraints": {"resourceRules": [rule]}, "validations": [validation]}
+    binding = {"policyName": "forbids", "validationActions": ["Deny"]}
+    made = {"ies": policy, "ybindings": binding}
+    for part, spec in made.items():
+        plane.api.create(f"{policies}{part}", {"metadata": {"name": "forbids"}, "spec": spec})
+
+    def is_refused() -> bool:
+        try:
+            attempt()
+        except Refused:
+            return True
+        return False
+
+    def end() -> None:
+        for part in made:
+            plane.api.delete(f"{policies}{part}/forbids")
+
+    plane.wait_until(is_refused, "the policy to be in force")
+    return end
+
+
 def test_a_change_that_is_refused_stops_no_lost_pod_from_being_replaced(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
 ) -> None:
@@ -216,31 +242,46 @@ def test_a_deletion_that_is_refused_is_said_to_be_one(
 ) -> None:
     job = OneJob(kwok_plane, "jobs", "kept", drivers.of("jobs", "kept")).create()
     job.until(job.is_whole, "all pods")
-    policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
-    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["DELETE"], "resources": ["pods"]}
-    kept = {"expression": "!oldObject.metadata.name.startsWith('kept-')", "message": "no pod of it may be deleted"}
-    policy = {"matchConstraints": {"resourceRules": [rule]}, "validations": [kept]}
-    kwok_plane.api.create(f"{policies}ies", {"metadata": {"name": "kept"}, "spec": policy})
-    binding = {"policyName": "kept", "validationActions": ["Deny"]}
-    kwok_plane.api.create(f"{policies}ybindings", {"metadata": {"name": "kept"}, "spec": binding})
     pod = f"/api/v1/namespaces/jobs/pods/{job.name}-rollout-0"
-
-    def is_refused() -> bool:
-        try:
-            kwok_plane.api.delete(pod, dryRun="All")
-        except Refused:
-            return True
-        return False
-
-    job.until(is_refused, "the policy to be in force")
+    end = forbid(
+        kwok_plane,
+        {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["DELETE"], "resources": ["pods"]},
+        {"expression": "!oldObject.metadata.name.startsWith('kept-')", "message": "no pod of it may be deleted"},
+        attempt=lambda: kwok_plane.api.delete(pod, dryRun="All"),
+    )
     job.driver.say(phase="Suspended")
     job.edit(suspend=True)
     said = job.until_says("Suspended", "Suspending", "refused the deletion of Pod/kept-", "no pod of it may be deleted")
     assert "Running pods" not in said
-    for part in ("ybindings", "ies"):
-        kwok_plane.api.delete(f"{policies}{part}/kept")
+    end()
     job.until_phase("Suspended")
     job.delete()
+
+
+def test_a_status_that_is_refused_is_told_by_an_event(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    job = OneJob(kwok_plane, "jobs", "mute", drivers.of("jobs", "mute"))
+    status = {"apiGroups": ["asyncflow.dev"], "apiVersions": ["*"], "operations": ["*"], "resources": ["rljobs/status"]}
+    other = OneJob(kwok_plane, "jobs", "mute-other", drivers.of("jobs", "mute-other")).create()
+    other.until(lambda: other.phase() == "Running", "a job whose status is written")
+    end = forbid(
+        kwok_plane,
+        status,
+        {"expression": "!object.metadata.name.startsWith('mute')", "message": "no status of it may be written"},
+        attempt=lambda: kwok_plane.api.patch(f"{other.path}/status", {"status": {}}, query=DRY_RUN),
+    )
+    job.create()
+
+    def said() -> bool:
+        events = job.kubectl("get", "events", f"--field-selector=involvedObject.name={job.name},reason=Denied")
+        return "RLJob/mute" in events and "no status of it may be written" in events
+
+    job.until(said, "an event")
+    end()
+    job.until_phase("Running")
+    for each in (job, other):
+        each.delete()
 
 
 def test_a_job_that_this_version_does_not_do_says_so(
