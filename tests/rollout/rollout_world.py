@@ -92,7 +92,7 @@ class World:
         self.catalogue = CatalogueService(self.driver, directory=directory)
         self.permits = Permits(most=1)
         supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
-        PermitService(self.driver, permits=self.permits, supply=lambda: supply)
+        PermitService(self.driver, directory=directory, permits=self.permits, supply=lambda: supply)
         self.driver_address = await self.driver.start()
         self.stack.push_async_callback(self.driver.close)
         self.queue = self.client("driver")

@@ -93,9 +93,9 @@ async def publishing(issuer: Issuer | None = None, *, bind: str = "tcp://127.0.0
     async with contextlib.AsyncExitStack() as stack:
         server, directory = RpcServer(name="driver", bind=bind, credentials=credentials), Directory()
         directory.attach(server)
-        catalogue, permits = CatalogueService(server, directory=directory), PermitService(server)
+        catalogue = CatalogueService(server, directory=directory)
+        PermitService(server, directory=directory)
         catalogue.require(())
-        directory.on_leave.append(lambda member, _: permits.leave(member.incarnation))
         address = await server.start()
         stack.push_async_callback(server.close)
         stack.push_async_callback(directory.close)

@@ -13,6 +13,8 @@ from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights import permits as module
 from asyncflow.weights.permits import PermitService, SwapPermits
@@ -32,13 +34,26 @@ class Driver:
         self.supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
         self.most = most
         self.address = "tcp://127.0.0.1:*"
+        self.workers: list[str] = []
         self.server: RpcServer
+        self.directory: Directory
         self.service: PermitService
 
     async def start(self) -> None:
-        self.server = RpcServer(name="driver", bind=self.address)
-        self.service = PermitService(self.server, permits=Permits(most=self.most), supply=lambda: self.supply)
+        self.server, self.directory = RpcServer(name="driver", bind=self.address), Directory()
+        self.service = PermitService(
+            self.server, directory=self.directory, permits=Permits(most=self.most), supply=lambda: self.supply
+        )
         self.address = await self.server.start()
+        for index, name in enumerate(self.workers):
+            self.directory.register(Member(role="rollout", index=index, incarnation=name))
+
+    def join(self, name: str) -> None:
+        self.directory.register(Member(role="rollout", index=len(self.workers), incarnation=name))
+        self.workers.append(name)
+
+    def leave(self, name: str) -> None:
+        self.directory.leave(name, "it ended")
 
 
 @pytest.fixture
@@ -54,6 +69,7 @@ async def worker(driver: Driver) -> AsyncIterator[Callable[..., SwapPermits]]:
     async with contextlib.AsyncExitStack() as stack:
 
         def made(name: str, **fleet: Any) -> SwapPermits:
+            driver.join(name)
             client = RpcClient(name=name, resolve=driver.address)
             stack.push_async_callback(client.close)
             return SwapPermits(membership=Link(client), worker=name, **fleet)  # type: ignore[arg-type]
@@ -81,7 +97,7 @@ class Turn:
 async def test_one_after_another_the_oldest_version_first(
     driver: Driver, worker: Callable[..., SwapPermits], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger=module.__name__)
     async with asyncio.timeout(20):
         first = Turn(worker("a"), 5)
         await first.begun.wait()
@@ -114,9 +130,24 @@ async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(
         vanishes.task.cancel()
         await asyncio.wait([vanishes.task, gives_up.task])
         assert not waits.begun.is_set(), "a permit lasts until it is said to be over"
-        driver.service.leave("a")
+        driver.leave("a")
         await waits.begun.wait()
         await waits.end()
+
+
+async def test_a_request_that_comes_after_its_worker_has_left_keeps_nobody_waiting(
+    driver: Driver, worker: Callable[..., SwapPermits]
+) -> None:
+    async with asyncio.timeout(20):
+        late, waits = worker("a"), worker("b")
+        driver.leave("a")
+        with pytest.raises(PeerLost, match="a is not registered"):
+            await late._driver.call(
+                "weights.permit", module.PermitRequest(worker="a", version=1), module.PermitReply, timeout=5
+            )
+        turn = Turn(waits, 1)
+        await turn.begun.wait()
+        await turn.end()
 
 
 async def test_a_driver_that_was_started_again_is_asked_again(
@@ -192,7 +223,7 @@ async def test_followers_take_turns_by_their_fleet_and_need_none_of_the_jobs_per
         for turn in (rollout, other, out[1], waits):
             await turn.end()
         for name in ("follower-0-a", "follower-1-a", "follower-2-a", "follower-7-b"):
-            driver.service.leave(name)
+            driver.leave(name)
         assert not driver.service._fleets
 
 
@@ -217,8 +248,9 @@ async def test_a_follower_that_gets_no_answer_any_more_goes_on_by_itself_in_its_
 
 
 async def test_rollouts_of_a_job_that_is_not_staggered_are_granted_none() -> None:
-    server = RpcServer(name="driver")
-    PermitService(server)
+    server, directory = RpcServer(name="driver"), Directory()
+    PermitService(server, directory=directory)
+    directory.register(Member(role="rollout", index=0, incarnation="rollout-0-a"))
     client = RpcClient(name="r", resolve=await server.start())
     request = module.PermitRequest(worker="rollout-0-a", version=1)
     try:

@@ -216,8 +216,7 @@ class Driver:
             evaluates=spec.evaluation is not None,
         )
         staggered = Permits(most=spec.weight_sync.stagger) if spec.schedule.update == "staggered" else None
-        self._permits = PermitService(server, permits=staggered, supply=self._supply)
-        directory.on_leave.append(lambda member, _reason: self._permits.leave(member.incarnation))
+        self._permits = PermitService(server, directory=directory, permits=staggered, supply=self._supply)
         self.members = Members(
             directory,
             queue=queue,

@@ -69,8 +69,7 @@ async def serve(context: SyncContext) -> None:
     directory.attach(front)
     service = CatalogueService(front, directory=directory, catalogue=catalogue)
     service.require(())
-    permits = PermitService(front)
-    directory.on_leave.append(lambda member, _: permits.leave(member.incarnation))
+    PermitService(front, directory=directory)
     publishing = Publishing(context, metrics=metrics)
 
     def status() -> DriverStatus:

@@ -2,7 +2,8 @@
 
 The rollouts of a job share its permits. The followers of one WeightSync, a *fleet*, share permits of their own.
 
-Invariants: an instance keeps its permit until it reports that it has changed its weights, or until it leaves. An
+Invariants: an instance keeps its permit until it reports that it has changed its weights, or until it leaves. Only a
+member of the directory is granted one: a request that arrives after its sender has left would hold it for nobody. An
 instance that repeats a request after a lost reply receives the same reply. A restarted driver knows no permits and
 grants new ones. A permit whose end could not be reported delays other instances at most for the patience of
 ``flow.stagger``. A follower that receives no more replies, because its job has ended, still changes its weights in
@@ -20,10 +21,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.errors import AsyncFlowError, PeerLost, Refused
 from asyncflow.flow.stagger import FollowerFleet, Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
+from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.retry import Outage, retry
 from asyncflow.rpc.server import RpcServer
@@ -107,18 +109,25 @@ class _Group:
 
 
 class PermitService:
-    """Grants permits on ``server``; must be created before the server starts.
+    """Grants permits to the members of ``directory`` on ``server``; must be created before the server starts.
 
     permits, supply: permits of the job's rollouts, and a function that returns the current figures; None if rollouts
     change weights without permits.
     """
 
     def __init__(
-        self, server: RpcServer, *, permits: Permits | None = None, supply: Callable[[], Supply] | None = None
+        self,
+        server: RpcServer,
+        *,
+        directory: Directory,
+        permits: Permits | None = None,
+        supply: Callable[[], Supply] | None = None,
     ) -> None:
+        self._directory = directory
         self._rollouts = None if permits is None else _Group(permits, supply=supply)
         self._fleets: dict[str, _Group] = {}
         self._now = asyncio.get_running_loop().time
+        directory.on_leave.append(lambda member, _reason: self._leave(member.incarnation))
         server.route("weights.permit", PermitRequest, self._permit)
         server.route("weights.changed", WeightsChanged, self._changed)
 
@@ -127,8 +136,7 @@ class PermitService:
         if self._rollouts is not None:
             self._rollouts.look(now=self._now())
 
-    def leave(self, worker: str) -> None:
-        """Remove a worker that has ended."""
+    def _leave(self, worker: str) -> None:
         for group in self._with(worker):
             group.leave(worker, now=self._now())
         self._fleets = {name: group for name, group in self._fleets.items() if group.members}
@@ -149,7 +157,11 @@ class PermitService:
         return self._rollouts
 
     async def _permit(self, request: PermitRequest, _frames: Sequence[memoryview]) -> PermitReply:
-        worker, group = request.worker, self._group_of(request)
+        worker = request.worker
+        if self._directory.member(worker) is None:
+            hint = "It registers again automatically"
+            raise PeerLost(f"{worker} is not registered", where="weight permits", hint=hint)
+        group = self._group_of(request)
         asking = group.asking[worker] = asyncio.get_running_loop().create_future()
         group.members.add(worker)
         group.permits.ask(worker, version=request.version, now=self._now())
