@@ -36,8 +36,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "accounted": {},
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
-    "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "the policy that refuses it")),
+    "misspelt": ("WhyPending", "Denied", ('unknown field "spec.nodeSelectr". Correct podSpec',)),
+    "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "Create it")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
     "secretless": ("WhyPending", "ContainerConfig", ('secret "no-such" not found', "Create the missing object")),
     "claimless": (

@@ -39,16 +39,21 @@ _IMAGE: Final = frozenset(("ErrImagePull", "ImagePullBackOff", "InvalidImageName
 _CREATING: Final = frozenset(("ContainerCreating", "PodInitializing"))
 _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"))
 
+_MISSING: Final = "Create it, or change podSpec"
 _REMEDIES: Final = {
     "must specify": "Set it in podSpec, or create a LimitRange with defaults",
     "quota": "Raise the quota or request less",
     "already exists": "It belongs to another owner: delete it, or choose another name",
     "in API group": "The operator lacks this right: upgrade its roles, which belong to its chart",
     "page not found": "Install the definition of that kind, or remove it from spec.scheduling",
+    "cannot be handled as a Pod": "Correct podSpec",
+    "looking up service account": _MISSING,
+    "no PriorityClass": _MISSING,
+    "RuntimeClass": _MISSING,
 }
 EVENT_REASONS: Final = frozenset(("Denied", "ApiFailed"))
 """Reasons that are also written as an event."""
-_DEFAULT_REMEDY: Final = "Change the object, or the policy that refuses it"
+_DEFAULT_REMEDY: Final = "Change the spec, or the policy that refuses it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,8 @@ def _unschedulable(
 ) -> Obstacle:
     if claims and "PersistentVolumeClaim" in pod.unschedulable:
         names = ", ".join(sorted(claim.ref.name for claim in claims))
-        return Obstacle("ClaimPending", f"{pod.name} needs a volume, and no volume is bound to {names}")
+        why = f"no volume is bound to {names}. `kubectl describe pvc` says why"
+        return Obstacle("ClaimPending", f"{pod.name} needs a volume, and {why}")
     if short := _shortage(needs, nodes or ()):
         return Obstacle("Unschedulable", f"{pod.name} needs {short}")
     if "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable:

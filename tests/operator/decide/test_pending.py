@@ -116,7 +116,7 @@ def test_a_claim_without_a_volume():
     words = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
     found = why(pending("controller", unschedulable=words, claims=("demo-ledger",)), objects=claims)
     assert found.reason == "ClaimPending"
-    assert found.message.endswith("no volume is bound to demo-ledger")
+    assert found.message.endswith("no volume is bound to demo-ledger. `kubectl describe pvc` says why")
     other = why(pending("trainer", unschedulable=words, claims=("models",)), objects=claims, nodes=())
     assert other.message.startswith("demo-trainer-0 finds no node")
 
@@ -211,7 +211,7 @@ def test_that_the_server_failed_is_not_said_to_be_a_refusal_and_comes_after_one(
     said = why(denied=[failed])
     assert said.reason == "ApiFailed"
     assert f"failed at Pod/demo-driver-0: {webhook}. It is retried; if it persists" in said.message
-    assert "Change the object" not in said.message
+    assert "Change the spec" not in said.message
     refused = Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)
     assert why(denied=[failed, refused]).message.startswith("The API server refused Pod/demo-rollout-1")
 

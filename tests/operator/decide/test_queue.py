@@ -87,7 +87,7 @@ def test_alone_it_says_why_a_process_does_not_run():
     (ready,) = (each for each in decide(state).status["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "ClaimPending")
     only, why = "Only controller 0/1, storage 0/2 ready", "demo-controller-0 needs a volume, and no volume is bound to"
-    assert ready["message"] == f"{only}. {why} demo-ledger"
+    assert ready["message"] == f"{only}. {why} demo-ledger. `kubectl describe pvc` says why"
     nodes = (NodeFree(name="n", free={"cpu": 0.5}),)
     small = decide(alone(replace(pod, unschedulable="Insufficient cpu"), nodes=nodes))
     assert condition(small, "Ready") == ("False", "Unschedulable")
