@@ -16,7 +16,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Never, TextIO, get_args
 
@@ -64,7 +64,11 @@ class Metrics:
         )
         self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs without progress")
         self.degraded = self._gauge(
-            "degraded_count", "TransferQueues and WeightSyncs that stand alone and have the condition Degraded", "kind"
+            "degraded_flag",
+            f"1 for each of the {MOST_NAMED} TransferQueues and WeightSyncs without a job that were degraded last",
+            "kind",
+            "object_namespace",
+            "object",
         )
         self.pods = self._gauge("pods_count", "pods, by role and phase", "role", "phase")
         self.budget_used = self._gauge(
@@ -163,7 +167,14 @@ def update_gauges(store: ObjectStore, metrics: Metrics, failing: Mapping[Key, fl
         used += ((share, namespace, name, role) for role, share in _budgets(job).items())
     owned = (entry.view for _, _, entry in store.all(POD.name) if entry.owner)
     pods = collections.Counter((kind_of_role(pod.role), pod.phase) for pod in owned)
-    for gauge in (metrics.jobs, metrics.job_failed, metrics.pods, metrics.budget_used, metrics.failing):
+    for gauge in (
+        metrics.jobs,
+        metrics.job_failed,
+        metrics.pods,
+        metrics.budget_used,
+        metrics.failing,
+        metrics.degraded,
+    ):
         gauge.clear()
     for phase in get_args(Phase):
         metrics.jobs.labels(phase).set(phases[phase])
@@ -177,14 +188,23 @@ def update_gauges(store: ObjectStore, metrics: Metrics, failing: Mapping[Key, fl
         metrics.failing.labels(*key).set(seconds)
     for kind in CUSTOM_KINDS:
         metrics.objects.labels(kind.name).set(store.count(kind.name))
-    for kind in (QUEUE, SYNC):
-        alone = (entry.view for _, _, entry in store.all(kind.name) if entry.view.controller[0] != RLJOB.name)
-        metrics.degraded.labels(kind.name).set(sum(_is(each, "Degraded") for each in alone))
+    for _, key in sorted(_degraded(store))[-MOST_NAMED:]:
+        metrics.degraded.labels(*key).set(1)
     metrics.jobs_stalled.set(stalled)
 
 
 def _is(resource: CustomResource, condition: str) -> bool:
     return any(each.type == condition and each.status == "True" for each in resource.status.conditions)
+
+
+def _degraded(store: ObjectStore) -> Iterator[tuple[str, Key]]:
+    """Yield the degraded objects that no job owns, each with the time since which it is degraded."""
+    for kind in (QUEUE, SYNC):
+        for namespace, name, entry in store.all(kind.name):
+            alone = entry.view.controller[0] != RLJOB.name
+            for each in entry.view.status.conditions if alone else ():
+                if each.type == "Degraded" and each.status == "True":
+                    yield each.last_transition_time, Key(kind.name, namespace, name)
 
 
 def _budgets(job: CustomResource) -> dict[str, float]:

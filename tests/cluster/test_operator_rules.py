@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
+from world import OURS, World
 
+from asyncflow.api.names import API_VERSION
 from asyncflow.plan.roles import REFUSED
 from asyncflow_operator.telemetry import MOST_STUCK_S
 from kube.plane import ControlPlane
@@ -80,10 +82,22 @@ def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: 
     check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
 
 
-def test_a_publisher_that_is_degraded_is_told(scraped: Scraped) -> None:
-    degraded = Change(f"{PREFIX}degraded_count", {"kind": "WeightSync"}, to=1)
-    told = [{"alertname": "AsyncFlowDegraded", "kind": "WeightSync", "namespace": TARGET["namespace"], **ON}]
-    check(course(scraped, minutes=10, changes=[*working("ok", per_minute=100), degraded]), minutes=10, firing=told)
+def test_a_publisher_that_is_degraded_is_told_by_its_name(
+    scraped: Scraped, kwok_plane: ControlPlane, shared_operator: OperatorProcess
+) -> None:
+    syncs, pod = f"{OURS}/namespaces/jobs/weightsyncs", "refuses-publisher-0"
+    spec = {"source": {"model": "tiny://reverse-digits"}, "follower": {"maxLength": 64}}
+    body = {"apiVersion": API_VERSION, "kind": "WeightSync", "metadata": {"name": "refuses"}, "spec": spec}
+    kwok_plane.api.create(syncs, body)
+    kwok_plane.wait_until(lambda: kwok_plane.api.exists(f"/api/v1/namespaces/jobs/pods/{pod}"), "the publisher's pod")
+    World(kwok_plane, "jobs").annotate(pod, exit=str(REFUSED))
+    job = {"kind": "WeightSync", "object_namespace": "jobs", "object": "refuses"}
+    kwok_plane.wait_until(lambda: shared_operator.total(f"{PREFIX}degraded_flag", **job), "it to be degraded")
+    named = scrape(shared_operator.get("/metrics")[1], **TARGET)
+    told = [{"alertname": "AsyncFlowDegraded", **job, **ON}]
+    changes = working("ok", per_minute=100)
+    check(course({**named, **scraped}, minutes=10, changes=changes), minutes=10, firing=told)
+    kwok_plane.api.delete(f"{syncs}/refuses")
 
 
 def test_each_job_that_has_failed_is_told_by_its_name(

@@ -134,19 +134,20 @@ def test_the_objects_that_have_failed_longest_are_named() -> None:
         assert named == dict(list(expected.items())[-MOST_NAMED:])
 
 
-def test_what_stands_alone_and_is_degraded_is_counted() -> None:
+def test_what_stands_alone_and_is_degraded_is_named() -> None:
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
     alone, of_a_job = ("Application", "a"), ("RLJob", "j")
     for number, (controller, status) in enumerate([(alone, "True"), (alone, "False"), (of_a_job, "True")]):
-        condition = SimpleNamespace(type="Degraded", status=status)
+        condition = SimpleNamespace(type="Degraded", status=status, last_transition_time="2026-11-28T10:00:00Z")
         view = SimpleNamespace(controller=controller, status=SimpleNamespace(conditions=[condition]))
         meta = {"name": f"w{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
         store.put("WeightSync", {"metadata": meta, "view": view})
     metrics = Metrics()
     update_gauges(store, metrics, {})
-    value = metrics.registry.get_sample_value
-    assert value("asyncflow_operator_degraded_count", {"kind": "WeightSync"}) == 1, "a job tells of its own"
-    assert value("asyncflow_operator_degraded_count", {"kind": "TransferQueue"}) == 0
+    families = metrics.registry.collect()
+    (family,) = (each for each in families if each.name == "asyncflow_operator_degraded_flag")
+    named = [(Key(*each.labels.values()), each.value) for each in family.samples]
+    assert named == [(Key("WeightSync", "ns", "w0"), 1)], "a job tells of its own"
 
 
 def test_no_user_makes_a_series_of_pods_by_the_name_of_a_task_or_a_label() -> None:
