@@ -20,6 +20,7 @@ from asyncflow.errors import ManifestError
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PERIODIC = "schedule={mode: periodic}"
 BY_TURN = "algorithm.credit=turn"
+EXTERNAL = "trainer.external=true"
 
 
 def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] = (), serial: int = 0) -> Group:
@@ -69,7 +70,12 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
             "the baseline of a single sample is its own reward",
         ),
         ("quickstart", [BY_TURN], "without an environment a sample has one turn"),
-        ("tools", [BY_TURN, "trainer.external=true"], "an external trainer receives one advantage per sample"),
+        ("tools", [BY_TURN, EXTERNAL], "an external trainer receives one advantage per sample"),
+        ("ppo", [EXTERNAL], r'algorithm\.name = "ppo": .* by the job.s own trainer'),
+        ("quickstart", ["algorithm.name=reinforce-plus-plus", EXTERNAL], "Set grpo, and compute them in your loop"),
+        ("quickstart", ["algorithm.kl={coefficient: 0.1, place: reward}", EXTERNAL], "Set place: loss"),
+        ("quickstart", ["algorithm.epochs=2", EXTERNAL], r"algorithm\.epochs = 2: .*makes its updates itself"),
+        ("quickstart", ["algorithm.miniBatches=2", EXTERNAL], r"algorithm\.miniBatches = 2: .*Leave it at 1"),
         ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "from the rewards of whole samples"),
         ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "from the rewards of whole samples"),
         ("tools", [BY_TURN, "reward.shuffle=true"], "permuted between samples"),

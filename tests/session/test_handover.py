@@ -6,7 +6,6 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from asyncflow.algorithms.loss import Loss  # noqa: E402
-from asyncflow.algorithms.ppo import Ppo  # noqa: E402
-from asyncflow.algorithms.reinforce import ReinforcePlusPlus  # noqa: E402
 from asyncflow.api.load import load_job  # noqa: E402
-from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, ManifestError, Refused  # noqa: E402
+from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
@@ -237,13 +233,6 @@ def test_the_end_wakes_both_sides(handover, trainer):
     handover.take(same, what="samples", timeout=WAIT_S)  # the end of the step had been offered before
     with pytest.raises(Fenced, match="replaced"):
         handover.finish({"w": torch.ones(1)}, state=None, metrics={})
-
-
-@pytest.mark.parametrize("algorithm", [ReinforcePlusPlus(), Ppo()])
-def test_an_algorithm_whose_advantages_the_trainer_makes_is_refused(handover, algorithm):
-    settings = replace(handover.settings, loss=Loss(algorithm=algorithm))
-    with pytest.raises(ManifestError, match=r"spec\.algorithm\.name"):
-        Handover(settings, group=SingleProcess())
 
 
 def test_a_session_that_nobody_closed_leaves_when_the_interpreter_ends():

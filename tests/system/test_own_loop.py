@@ -476,6 +476,19 @@ def test_a_job_that_cannot_be_run_says_why(tmp_path: Path) -> None:
         asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=["algorithm.steps=-1"])
 
 
+def test_a_job_that_a_loop_cannot_train_is_not_started(tmp_path: Path) -> None:
+    settings = ["algorithm.epochs=2"]
+    with pytest.raises(AsyncFlowError, match="makes its updates itself"):
+        asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_manifest_without_an_external_trainer_joins_no_job_by_address(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="set the field in the manifest, too"):
+        asyncflow.init_engines(EXAMPLES / "counting.yaml", address="tcp://127.0.0.1:1", workdir=tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
 def test_who_does_not_train_joins_a_job_that_runs(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="started here needs its trainer"):
         asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", trains=False)

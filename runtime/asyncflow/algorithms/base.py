@@ -203,6 +203,8 @@ class Algorithm(Generic[Own]):
             yield field_problem(spec, "reward.shuffle", why, "Set groupSize to at least 2")
         if spec.algorithm.credit == "turn":
             yield from self._problems_of_turns(spec)
+        if spec.trainer.external:
+            yield from self._problems_of_external_trainer(spec)
         for field in self.ignores:
             if attrgetter(field)(spec.algorithm) != attrgetter(field)(_DEFAULTS):
                 yield field_problem(spec, f"algorithm.{field}", f"{name} does not use it", "Leave it out")
@@ -226,6 +228,18 @@ class Algorithm(Generic[Own]):
             why = "rewards are permuted between samples, which may differ in their number of turns"
         if why is not None:
             yield field_problem(spec, "algorithm.credit", why, "Set credit: sample")
+
+    def _problems_of_external_trainer(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Yield the fields of the algorithm that an external trainer cannot follow."""
+        why = "the advantages are then computed by the job's own trainer, and trainer.external is true"
+        if self.batch_wide or self.critic:
+            yield field_problem(spec, "algorithm.name", why, "Set grpo, and compute them in your loop")
+        elif self.whole_step:
+            yield field_problem(spec, "algorithm.kl.place", why, "Set place: loss")
+        for field in ("epochs", "mini_batches"):
+            if getattr(spec.algorithm, field) > 1:
+                why = "an external trainer makes its updates itself"
+                yield field_problem(spec, f"algorithm.{field}", why, "Leave it at 1")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
         """Return the shaped rewards, float64[n]; groups are filtered by the rewards before shaping."""

@@ -201,6 +201,13 @@ class TrainerSpec(Spec):
             why="your own trainer is one process of one rank",
             fix="Set replicas: 1 and at most one device, or remove external",
         ),
+        Rule(
+            reads=("lora", "external"),
+            ok=lambda trainer: trainer.lora is None or not trainer.external,
+            cel="!has(self.lora) || !self.external",
+            why="your own trainer publishes whole weights",
+            fix="Remove lora, or external",
+        ),
         devices_are_used("backend"),
         *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),
         Rule(

@@ -30,7 +30,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncflow.algorithms.base import OUTCOME
 from asyncflow.errors import CheckpointError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
@@ -56,9 +55,6 @@ class Handover(TrainerBackend):
         if group.world > 1:
             what, hint = f"{group.world} ranks", "Set trainer.replicas: 1"
             raise ManifestError(what, where="spec.trainer", hint=hint)
-        if settings.loss.algorithm.writes == OUTCOME:
-            what, hint = "the job's own trainer computes these advantages", "Use grpo, and compute them in your loop"
-            raise ManifestError(what, where="spec.algorithm.name", hint=hint)
         super().__init__(settings, group=group)
         self.state: Any = None
         self.step = 0

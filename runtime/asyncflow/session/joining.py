@@ -22,7 +22,7 @@ from pathlib import Path
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job, name_of, to_yaml
 from asyncflow.api.names import CLIENT
-from asyncflow.commands.preflight import load
+from asyncflow.commands.preflight import load, source_name
 from asyncflow.commands.run import RUNS
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError
@@ -61,10 +61,15 @@ class SessionPlace:
         """The job. Raises ManifestError if the job does not have an external trainer."""
         assert self.manifest is not None
         job = load_job(self.manifest)
-        if not job.spec.trainer.external:
-            hint = "Run it with --set trainer.external=true"
-            raise ManifestError("the job starts a trainer of its own", where=str(self.manifest), hint=hint)
+        _check_external(job, where=str(self.manifest))
         return job
+
+
+def _check_external(job: RLJob, *, where: str) -> None:
+    """Raise ManifestError if the job does not have an external trainer."""
+    if not job.spec.trainer.external:
+        hint = "Run it with --set trainer.external=true; to join it by address, set the field in the manifest, too"
+        raise ManifestError("the job starts a trainer of its own", where=where, hint=hint)
 
 
 def place_of_run(folder: Path) -> SessionPlace:
@@ -88,7 +93,8 @@ def remote_place(
     """Return the place of the job whose driver is at ``address``; writes the manifest into ``workdir``."""
     manifest = load(job, overrides)
     if not isinstance(manifest, RLJob):
-        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=str(job), hint="Pass an RLJob")
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=source_name(job), hint="Pass an RLJob")
+    _check_external(manifest, where=source_name(job))
     folder = Path(workdir) if workdir is not None else RUNS / manifest.name
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JOB, to_yaml(manifest).encode())

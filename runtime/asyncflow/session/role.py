@@ -18,7 +18,7 @@ from collections.abc import Callable
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ManifestError, Refused
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, Refused
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress
 from asyncflow.roles import rollout, trainer
 from asyncflow.roles.backend import kind_of_backend
@@ -132,13 +132,6 @@ class TrainerSession:
     async def _serve(self) -> None:
         self.place = await asyncio.to_thread(self._locate) if self._run_here is None else self._locate()
         self.job = self.place.job
-        algorithm = self.job.spec.algorithm
-        if algorithm.epochs * algorithm.mini_batches > 1:
-            what, hint = "your own loop makes its updates itself", "Leave epochs and miniBatches at 1"
-            raise ManifestError(what, where="spec.algorithm", hint=hint)
-        if self.job.spec.trainer.lora is not None:
-            what = "rollouts would wait for adapters, but your own loop publishes whole weights"
-            raise ManifestError(what, where="spec.trainer.lora", hint="Remove it")
         self._attempt = await asyncio.to_thread(_next_attempt, self.place)
         self._contexts.append(self._context("trainer", 0))
         if self._leaving:
