@@ -267,29 +267,37 @@ def test_files_named_in_a_job_must_be_there(tmp_path: Path) -> None:
         "model.source=model", "data.train.source='jsonl://train #1.jsonl?prompt=q'", "data.eval={source: held.jsonl}"
     )
     with pytest.raises(ManifestError) as refused:
-        check_files(job, tmp_path)
+        check_files(job, tmp_path, name="job.yaml")
     for place in ("spec.model.source", "spec.data.train.source", "spec.data.eval.source"):
         assert place in str(refused.value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train #1.jsonl").write_text("{}\n")
     (tmp_path / "held.jsonl").write_text("{}\n")
-    check_files(job, tmp_path)
+    check_files(job, tmp_path, name="job.yaml")
+
+
+def test_a_folder_as_a_data_file_is_told_how_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    with pytest.raises(ManifestError, match=r"^job\.yaml: .*/gsm8k is a folder\. Write parquet://gsm8k or dataset://"):
+        check_files(minimal("data.train.source=gsm8k"), tmp_path, name="job.yaml")
 
 
 def test_what_is_not_a_file_is_not_looked_for(tmp_path: Path) -> None:
-    check_files(minimal(), tmp_path)
-    check_files(minimal("model.source=pvc://models/qwen", "data.train.source=gym://chain_sum"), tmp_path)
+    check_files(minimal(), tmp_path, name="job.yaml")
+    check_files(
+        minimal("model.source=pvc://models/qwen", "data.train.source=gym://chain_sum"), tmp_path, name="job.yaml"
+    )
 
 
 def test_data_beside_the_model_on_its_claim_is_not_looked_for_here(tmp_path: Path) -> None:
     model = "model.source=pvc://models/qwen"
-    check_files(minimal(model, "data.train.source=jsonl:///mnt/models/train.jsonl?prompt=q"), tmp_path)
+    check_files(minimal(model, "data.train.source=jsonl:///mnt/models/train.jsonl?prompt=q"), tmp_path, name="job.yaml")
     for data in ("/mnt/models-of-others/a.jsonl", "/mnt/models/../a.jsonl", "train.jsonl"):
         with pytest.raises(ManifestError, match=r"spec\.data\.train\.source"):
-            check_files(minimal(model, f"data.train.source=jsonl://{data}"), tmp_path)
+            check_files(minimal(model, f"data.train.source=jsonl://{data}"), tmp_path, name="job.yaml")
     with pytest.raises(ManifestError, match=r"spec\.data\.train\.source"):
-        check_files(minimal("data.train.source=jsonl:///mnt/models/train.jsonl"), tmp_path)
+        check_files(minimal("data.train.source=jsonl:///mnt/models/train.jsonl"), tmp_path, name="job.yaml")
 
 
 def test_rules_hold_for_jobs_built_in_python_too() -> None:

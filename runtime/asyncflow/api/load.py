@@ -117,17 +117,17 @@ def to_yaml(manifest: Manifest) -> str:
     return dump(manifest.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def check_files(job: RLJob, base: Path) -> None:
+def check_files(job: RLJob, base: Path, *, name: str) -> None:
     """Raise ManifestError if the job names files that do not exist; relative paths start at ``base``.
 
-    base: the folder of the manifest. Only files on this machine are checked: model folders, and data files, except data
-    files on the claim of the model, which only pods mount.
+    base: the folder of the manifest; name: its name in errors. Only files on this machine are checked: model folders,
+    and data files, except data files on the claim of the model, which only pods mount.
     """
     scheme, _, path = job.spec.model.source.partition("://")
     mount = Path(CLAIMS_DIR, path.partition("/")[0]) if scheme == "pvc" else None
     found = [_missing(place, source, base, folder, mount) for place, source, folder in _sources(job)]
     if problems := [problem for problem in found if problem is not None]:
-        raise refusal(problems, source=job.name)
+        raise refusal(problems, source=name)
 
 
 def _sources(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
@@ -154,6 +154,8 @@ def _missing(place: Place, source: str, base: Path, folder: bool, mount: Path | 
     fix = "Correct the path; a relative path starts at the folder of the manifest"
     if folder and (file / "adapter_config.json").is_file():
         fix = f"The folder holds adapters: run asyncflow model merge {shlex.quote(str(file))} DIR, and use DIR"
+    if needed.is_dir():
+        reason, fix = f"{needed} is a folder", f"Write parquet://{path} or dataset://{path}, or name a JSONL file in it"
     return Problem(place=place, value=source, reason=reason, fix=fix)
 
 

@@ -101,7 +101,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
     except UnicodeEncodeError as error:
         hint = "Move the manifest to another folder"
         raise ManifestError("the path is not UTF-8", where=ascii(str(folder)), hint=hint) from error
-    check_files(manifest, folder)
+    check_files(manifest, folder, name=source_name(source))
     reward = manifest.spec.reward
     for part in reward.parts:
         check_reward(part.function, part.extractor, workdir=folder)

@@ -256,7 +256,7 @@ def _fingerprint(question: str) -> int:
 
 
 _PIECE = 1 << 16
-_EACH_LINE = "Write one JSON object per line, in UTF-8, for each task"
+_EACH_LINE = "Write one JSON object per line, in UTF-8, for each task; other files need parquet:// or dataset://"
 
 
 class JsonlRows:

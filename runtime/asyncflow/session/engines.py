@@ -485,7 +485,7 @@ def init_engines(
     workdir: folder on durable storage for checkpoints and the model (default ``runs/NAME``); host: address at which
     rollouts reach this process. partition: partition of the rows of a queue. trains: False for a process that is not
     the trainer but does tasks that are left to the user, or puts prompts. timeout: seconds until the process has joined
-    the job as its trainer; other processes, and users of a queue, join at their first call, which has its own timeout.
+    the job as its trainer; other processes, and users of a queue, join at their first call, within 30 s.
 
     Raises ManifestError if the job cannot be run or joined, DeadlineExceeded if the trainer cannot reach the driver.
     """
