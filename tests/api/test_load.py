@@ -89,6 +89,12 @@ def test_cores_in_a_unit_of_bytes_are_refused(amount: str) -> None:
         minimal(f"trainer.resources.cpu={cores}")
 
 
+@pytest.mark.parametrize("override", ["reward.function=mine.score", "environment={function: mine.score}"])
+def test_a_function_with_a_dot_for_the_colon_is_told_its_form(override: str) -> None:
+    with pytest.raises(ManifestError, match=r'function = "mine\.score".*Write module:function, e\.g\. mine:score'):
+        minimal(override)
+
+
 @pytest.mark.parametrize("path", ["algorithm.steps", "spec.algorithm.steps"])
 def test_an_override_may_leave_spec_out(path: str) -> None:
     assert load_job(QUICKSTART, [f"{path}=5"]).spec.algorithm.steps == 5

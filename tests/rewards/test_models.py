@@ -216,6 +216,14 @@ def test_a_classifier_reads_a_conversation_as_its_turns() -> None:
         assert turns(text, "2") == [{"role": "user", "content": text}, last]
 
 
+@pytest.mark.parametrize("config", [{}, {"model": "nowhere"}])
+def test_a_classifier_whose_folder_is_missing_is_not_looked_for_elsewhere(config: dict[str, str]) -> None:
+    from asyncflow.rewards.classifier import RewardModel
+
+    with pytest.raises(ManifestError, match=r"config\.model: there is no folder '(nowhere)?' that this"):
+        RewardModel(config=config, device="cpu", share=1.0)
+
+
 def test_a_classifier_that_is_to_have_a_device_never_computes_on_the_cpu_instead() -> None:
     from asyncflow.rewards.classifier import RewardModel
 

@@ -154,6 +154,7 @@ def keyed_by(key: str) -> dict[str, JsonValue]:
 
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 QUALIFIED = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 
 Name = Annotated[str, StringConstraints(pattern=NAME, max_length=63)]
@@ -162,6 +163,10 @@ ExistingName = Annotated[str, StringConstraints(pattern=rf"{NAME[:-1]}([.]{NAME[
 """A DNS subdomain: the name of a Secret, a claim or a storage class that exists."""
 PluginName = Annotated[str, StringConstraints(pattern=r"^[a-z][-a-z0-9_.]*$", max_length=63)]
 """The name of an entry point, such as an engine, a backend or an extractor."""
+FunctionName = Annotated[str, StringConstraints(pattern=f"^{FUNCTION}$", max_length=256)]
+"""``module:function``."""
+KnownFunctionName = Annotated[str, StringConstraints(pattern=rf"^([a-z][a-z0-9_]*|{FUNCTION})$", max_length=256)]
+"""The name of a built-in function, or ``module:function``."""
 Source = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 """A URI such as ``tiny://...``, ``gym://...``, ``hf://...``, ``pvc://...``, or a path."""
 Text = Annotated[str, StringConstraints(max_length=16384)]

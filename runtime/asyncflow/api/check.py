@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from asyncflow.api.base import COLLECT, Spec
+from asyncflow.api.base import COLLECT, FUNCTION, Spec
 from asyncflow.api.document import Place
 from asyncflow.errors import ManifestError
 
@@ -220,7 +220,10 @@ def _problem(model: type[Spec], error: Any) -> Problem:
         return Problem(place=place, value=value, reason="unknown field", fix=_suggestion(model, place))
     if kind in _LIMITS:
         reason, fix = _LIMITS[kind]
-        return Problem(place=place, value=value, reason=reason, fix=fix.format(**error.get("ctx", {})))
+        context = error.get("ctx", {})
+        if FUNCTION in context.get("pattern", ""):
+            fix = "Write module:function, e.g. mine:score for the function score of mine.py"
+        return Problem(place=place, value=value, reason=reason, fix=fix.format(**context))
     expected = _EXPECTED.get(kind.split("_")[0], error["msg"])
     return Problem(place=place, value=value, reason=f"is not {expected}", fix=f"Set it to {expected}")
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, JsonValue, StringConstraints
+from pydantic import Field, JsonValue
 
-from asyncflow.api.base import Bytes, Frozen, Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
+from asyncflow.api.base import (
+    Bytes,
+    Frozen,
+    KnownFunctionName,
+    Name,
+    Options,
+    PluginName,
+    Quantity,
+    Rule,
+    Source,
+    Spec,
+    keyed_by,
+)
 from asyncflow.api.placement import ResourcesSpec
 from asyncflow.api.tasks import RewardRoleSpec
 
 MOST_DETAILS = 2048
 """Most bytes of the details that reward functions return for a sample in addition to their rewards."""
-MODULE_FUNCTION = r"^([a-z][a-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$"
 
 
 class WorkersSpec(Spec):
@@ -38,7 +49,6 @@ class WorkersSpec(Spec):
     )
 
 
-RewardFunctionName = Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -47,7 +57,7 @@ class RewardComponentSpec(Spec):
 
     name: Name
     """Name in figures and in stored samples."""
-    function: RewardFunctionName
+    function: KnownFunctionName
     """Function, as in ``reward.function``."""
     weight: Weight = 1.0
     """Factor of its value in the sum."""
@@ -70,7 +80,7 @@ class RewardPart(NamedTuple):
 class RewardSpec(Spec):
     """Scoring of responses. The function may be untrusted code: it runs in sandboxed processes that can be killed."""
 
-    function: RewardFunctionName | None = None
+    function: KnownFunctionName | None = None
     """``task`` (compares with the source's answer), ``gym`` (reasoning-gym's checker, for its prompts only),
     ``math_verify``, ``length`` (a penalty), ``http`` (a reward server), ``reward_model`` (sequence classification), or
     your own ``module:function``, ``def function(*, response, prompt, answer, meta) -> float``, of an installed module
@@ -178,7 +188,7 @@ class EnvironmentSpec(Spec):
     It may be untrusted code: like the reward function it runs in a sandbox, with the limits of ``spec.reward``.
     """
 
-    function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
+    function: KnownFunctionName
     """``calculator`` (the value of the last ``calc(EXPRESSION)`` of a turn), or your own ``module:name``: ``def
     name(*, transcript, prompt, answer, meta, config) -> str | None``, or a class whose ``step(text)`` returns that."""
     max_turns: Annotated[int, Field(ge=2, le=1024)] = 8

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Options, PluginName, Spec, Threads
+from asyncflow.api.base import FunctionName, Options, PluginName, Spec, Threads
 from asyncflow.api.names import TASK_NAME
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.errors import ManifestError
@@ -101,15 +101,7 @@ class UserTaskSpec(WorkerSpec):
 
     name: Annotated[str, StringConstraints(pattern=f"^{TASK_NAME}$", max_length=16)]
     """Name of the task; its processes are the role ``task-NAME``."""
-    function: (
-        Annotated[
-            str,
-            StringConstraints(
-                pattern=r"^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$", max_length=256
-            ),
-        ]
-        | None
-    ) = None
+    function: FunctionName | None = None
     """``module:function`` of an installed module or one in the manifest's folder: ``def function(rows, config)`` or
     ``async def``, which returns a mapping of columns to values for each row. Absent: your own process runs the task, by
     ``get_experience_data`` and ``put_experience_data``; of the other fields only ``reads``, ``writes``, ``groups``,

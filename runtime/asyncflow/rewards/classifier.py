@@ -9,6 +9,7 @@ local files only.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -40,12 +41,12 @@ class RewardModel:
 
     def __init__(self, *, config: dict[str, Any], device: str, share: float) -> None:
         self._options = options = read_options(config, RewardModelOptions, where="spec.reward.config")
-        if not options.model:
-            raise ManifestError(
-                "no model is set", where="spec.reward.config.model", hint="Set it to the model's folder"
-            )
         torch.set_num_threads(options.threads)
         self._device = find_device(device, share=share, where="spec.reward.role.accelerator")
+        if not (options.model and Path(options.model).is_dir()):
+            what = f"there is no folder {options.model!r} that this process can read"
+            hint = "Set it to the model's folder, next to the manifest or listed in reward.files"
+            raise ManifestError(what, where="spec.reward.config.model", hint=hint)
         self._tokenizer = AutoTokenizer.from_pretrained(
             options.model, local_files_only=True, truncation_side="left", padding_side="right"
         )
