@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asyncflow.data.base import Message
@@ -243,6 +243,7 @@ def test_of_many_a_list_is_wanted_as_long_as_they_are(value: object, count: str)
 
 @given(st.integers(0, 5000), st.integers(0, 2000), st.integers(0, 2000))
 def test_the_penalty_falls_linearly_beyond_its_target(length: int, target: int, width: int) -> None:
+    assume(target or width)
     penalty = LengthPenalty(config={"target": target, "width": width})(length=length)
     if length <= target:
         assert penalty == 0.0
@@ -263,6 +264,8 @@ def test_settings_of_the_penalty_are_checked() -> None:
         LengthPenalty(config={"targets": 3})
     with pytest.raises(ManifestError, match=r"reward\.config: .*>= 0.*width"):
         LengthPenalty(config={"width": -1})
+    with pytest.raises(ManifestError, match=r"every response would have the reward -1\. Set target"):
+        LengthPenalty(config={})
 
 
 def test_a_server_is_not_asked_with_settings_that_have_no_meaning() -> None:

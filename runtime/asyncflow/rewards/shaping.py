@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from asyncflow.errors import ManifestError
 from asyncflow.plugins import read_options
 
 
@@ -25,9 +26,12 @@ class LengthPenalty:
 
     def __init__(self, *, config: dict[str, Any]) -> None:
         options = read_options(config, LengthOptions, where="spec.reward.config")
+        if options.target == options.width == 0:
+            what, hint = "every response would have the reward -1", "Set target to the tokens without a penalty"
+            raise ManifestError(what, where="spec.reward.config", hint=hint)
         self._target, self._width = options.target, options.width
 
     def __call__(self, *, length: int) -> float:
         """Return the penalty of a response of ``length`` tokens, including the end token."""
         beyond = max(0, length - self._target)
-        return -min(1.0, beyond / max(1, self._width))
+        return 0.0 - min(1.0, beyond / max(1, self._width))
