@@ -254,6 +254,28 @@ def test_a_column_that_rows_lack_is_named_with_their_number(manifest, capsys):
     assert "tasks.jsonl:2: the row has no field 'prompt', like 2 of 3 rows" in refused(capsys, manifest, train)
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("marks:absent", "module 'marks' has no function 'absent'"),
+        ("marks_torn:f", "SyntaxError: expected ':' (marks_torn.py:1)"),
+        ("marks:narrow", "it cannot be called with rows and config: too many positional arguments"),
+        ("marks_that_end:f", "the process of the function has ended (exit status 3)"),
+    ],
+)
+def test_the_function_of_a_task_is_loaded_in_a_process_of_its_own(manifest, capfd, function, said):
+    (manifest.parent / "marks.py").write_text("def good(rows, config): ...\ndef narrow(rows): ...\n")
+    (manifest.parent / "marks_torn.py").write_text("def f(rows, config)\n")
+    (manifest.parent / "marks_that_end.py").write_text("import os\nos._exit(3)\n")
+    task = "tasks=[{{name: mark, function: '{}', reads: [response_ids], writes: [{{name: mark, most: 1}}]}}]"
+    told = refused(capfd, manifest, task.format(function))
+    assert "spec.tasks[0].function: " in told
+    assert said in told
+    assert "Traceback" not in told
+    assert validated(capfd, manifest, task.format("marks:good"))[0] == 0
+    assert "marks" not in sys.modules
+
+
 def test_an_empty_file_is_called_empty(manifest, capsys):
     said = refused(capsys, manifest, rows(manifest, "tasks.jsonl"))
     assert "tasks.jsonl: there are no rows" in said
@@ -287,22 +309,6 @@ def test_a_reward_function_is_loaded_in_a_process_of_its_own(manifest, judges, c
 @pytest.mark.parametrize("function", ["judges:good", "judges:any_keywords"])
 def test_a_reward_function_that_can_be_called_is_valid(manifest, judges, capsys, function):
     assert validated(capsys, manifest, f"reward.function={function}")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        ("judges:absent", "the module 'judges' has no function 'absent'"),
-        ("judges:good", "it cannot be called with rows and config: too many positional arguments"),
-        ("torn:f", "SyntaxError: expected ':' (torn.py:2)"),
-        ("leaves:f", "SystemExit: 3 (leaves.py:1)"),
-    ],
-)
-def test_the_function_of_a_task_is_loaded_in_a_process_of_its_own(manifest, judges, capsys, function, said):
-    writes = "writes: [{name: mark, dtype: int32, most: 1}]"
-    told = refused(capsys, manifest, f"tasks=[{{name: m, function: '{function}', reads: [response_ids], {writes}}}]")
-    assert f"spec.tasks[0].function: {function!r} cannot be loaded: {said}. Put its module next" in told
-    assert "judges" not in sys.modules
 
 
 def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(manifest, tmp_path, capsys, monkeypatch):

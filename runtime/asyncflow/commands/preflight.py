@@ -2,10 +2,10 @@
 
 ``load`` reads a manifest of any kind and checks the contract's rules, the files that it names, the plug-ins that are
 installed here, and the requirements of its algorithm. ``preflight`` then checks a job's model, data, options of
-plug-ins, and reward function.
+plug-ins, and the functions that users write.
 
-Invariants: the checks write only a temporary folder, download nothing and do not import torch. The code of a reward
-function runs only in a reward process, which ``load`` does not start.
+Invariants: the checks write only a temporary folder, download nothing and do not import torch. The code of a user's
+function runs only in a process of its own, which ``load`` does not start.
 """
 
 from __future__ import annotations
@@ -482,7 +482,7 @@ async def _check_environment(spec: RLJobSpec, folder: Path) -> None:
 
 async def _check_task(function: str, folder: Path, *, where: str) -> None:
     """Load the function of a task in a process. Raises ManifestError."""
-    process = await FunctionProcess.start(outputs=())
+    process = await FunctionProcess.start(outputs=(), silent=True)
     try:
         await process.load(function, workdir=folder, timeout=START_S)
     except AsyncFlowError as error:

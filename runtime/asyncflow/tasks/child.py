@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
@@ -26,7 +26,7 @@ import numpy as np
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, in_one_line
 from asyncflow.functions import import_function
-from asyncflow.process import adopt_orphans, die_with_parent, reap
+from asyncflow.process import die_with_parent, reap
 from asyncflow.rewards.wire import LENGTH
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaskRow, packed, read_results, unpacked
 
@@ -80,15 +80,17 @@ class FunctionProcess:
         self._outputs = list(outputs)
 
     @classmethod
-    async def start(cls, *, outputs: Sequence[OutputColumn]) -> FunctionProcess:
-        """Start a child, and adopt orphans from now on. outputs: columns that its function returns.
+    async def start(cls, *, outputs: Sequence[OutputColumn], silent: bool = False) -> FunctionProcess:
+        """Start a child. outputs: columns that its function returns; silent: whether the function's output is dropped.
 
         Raises PeerLost if no process can be started.
         """
-        adopt_orphans(enabled=True)
         command = (sys.executable, "-P", "-m", __name__)
+        log = DEVNULL if silent else None
         try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, process_group=0)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=log, process_group=0
+            )
         except OSError as error:
             raise PeerLost(f"no process for the function can be started: {error}") from error
         return cls(process, outputs=outputs)

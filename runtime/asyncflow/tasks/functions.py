@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.process import adopt_orphans
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
 from asyncflow.tasks.child import SHOWN, START_S, FunctionProcess, load_function
@@ -62,7 +63,11 @@ class TaskFunction:
         self._awaited: Callable[..., Awaitable[object]] | None = None
 
     async def start(self) -> None:
-        """Load the function, a plain one in ``parallel`` processes. Raises ManifestError if it cannot be loaded."""
+        """Load the function, a plain one in ``parallel`` processes, and adopt orphans from now on.
+
+        Raises ManifestError if the function cannot be loaded.
+        """
+        adopt_orphans(enabled=True)
         first = await self._add()
         if first.is_async:
             await self.close()
