@@ -152,6 +152,7 @@ def test_null_is_refused_where_a_value_is_needed(override: str) -> None:
         ("algorithm.steps=5\nseed: 3", "path=value"),
         ("algorithm.stéps\udce9=5", "not UTF-8"),
         ("data.train.source=caf\udce9.jsonl", "not UTF-8"),
+        ("tasks[0].replicas=2", r"Set the whole list: tasks=\[\.\.\.\]"),
         ("kind=TransferQueue", "unknown field"),
     ],
 )

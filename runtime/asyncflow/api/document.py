@@ -244,6 +244,10 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
         if not separator or not all(keys):
             hint = "Write e.g. --set algorithm.steps=5"
             raise ManifestError("the override does not have the form path=value", where=where, hint=hint)
+        if listed := next((key for key in keys if key.endswith("]")), None):
+            name = listed.partition("[")[0]
+            hint = f"Set the whole list: {name}=[...]"
+            raise ManifestError(f"{listed} is an entry of a list, which has no path", where=where, hint=hint)
         try:
             override.encode()
         except UnicodeEncodeError as error:
