@@ -134,6 +134,18 @@ def test_what_cannot_be_asked_is_refused_when_it_is_loaded(function: str, why: s
         load(function, workdir=HERE)
 
 
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"replay": "<{value}>"}, "unknown option replay. Known: name, reply"),
+        ({"reply": "<value>"}, r"reply does not contain \{value\}"),
+    ],
+)
+def test_settings_of_the_calculator_that_have_no_effect_are_refused(config: dict[str, str], why: str) -> None:
+    with pytest.raises(ManifestError, match=rf"spec\.environment\.config: {why}"):
+        load("calculator", workdir=HERE, config=config)
+
+
 def test_what_is_nowhere_is_refused_without_running_code() -> None:
     check("calculator", workdir=HERE)
     check("played:mood", workdir=HERE)

@@ -11,29 +11,38 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+import msgspec
+
 from asyncflow.rewards.expressions import arithmetic
 
-NAME = "calc"
-REPLY = "\n{value}\n"
 ERROR = "error"
+_VALUE = "{value}"
 _MOST_DIGITS = 40
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Settings.
+
+    name: name of the function; reply: text around ``{value}``. For a chat model it is the part of its chat template
+    that wraps a tool's answer, up to the start of the model's next turn.
+    """
+
+    name: str = "calc"
+    reply: str = f"\n{_VALUE}\n"
+
+    def __post_init__(self) -> None:
+        if _VALUE not in self.reply:
+            raise ValueError(f"reply does not contain {_VALUE}, in whose place the model reads the answer")
 
 
 def answer(
     *, transcript: Sequence[Mapping[str, str]], prompt: str, answer: Any, meta: Mapping[str, Any], config: Any
 ) -> str | None:
-    """Return the value of the last call in the last turn, or None if the turn contains no call.
-
-    config: ``name`` is the name of the function (``calc`` by default). ``reply`` is the text around ``{value}``: for a
-    chat model, the part of its chat template that wraps a tool's answer, up to the start of the model's next turn.
-    """
+    """Return the value of the last call in the last turn, or None if the turn contains no call. config: ``Options``."""
     del prompt, answer, meta
-    settings = config or {}
-    expression = last_call(transcript[-1]["content"], name=settings.get("name", NAME))
-    if expression is None:
-        return None
-    reply: str = settings.get("reply", REPLY)
-    return reply.replace("{value}", value_of(expression))
+    options = msgspec.convert(config or {}, Options)
+    expression = last_call(transcript[-1]["content"], name=options.name)
+    return None if expression is None else options.reply.replace(_VALUE, value_of(expression))
 
 
 def last_call(text: str, *, name: str) -> str | None:

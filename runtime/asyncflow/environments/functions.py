@@ -15,6 +15,7 @@ environment must derive random numbers from the request (``meta``), never from t
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ import msgspec
 from asyncflow.data.base import MODEL
 from asyncflow.errors import ManifestError
 from asyncflow.functions import import_function
+from asyncflow.plugins import read_options
 from asyncflow.rewards.calling import Extractor, RewardFunction, failed
 from asyncflow.rewards.functions import check_module
 from asyncflow.rewards.wire import Example, Score, ScoreAnswer
 
 BUILT_IN = {"calculator": "asyncflow.environments.calculator:answer"}
-"""The built-in environments, by name."""
+"""The built-in environments, by name. The module of each has its settings, ``Options``."""
 FIELD = "spec.environment.function"
 
 _CONTEXT = ("prompt", "answer", "meta", "config")
@@ -46,10 +48,13 @@ def check(function: str, *, workdir: Path) -> None:
 def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) -> EnvironmentFunction:
     """Import the environment. config: its settings.
 
-    Raises ManifestError if the module has no such function or class, or if its parameters do not match. The import of
-    the user's module may raise any exception.
+    Raises ManifestError if the module has no such function or class, if its parameters do not match, or if a built-in
+    environment does not know a setting. The import of the user's module may raise any exception.
     """
     found = import_function(BUILT_IN.get(function, function), workdir=workdir, where=FIELD)
+    if function in BUILT_IN:
+        options = sys.modules[found.__module__].Options
+        read_options(config or {}, options, where="spec.environment.config")
     stepped = inspect.isclass(found)
     names = _CONTEXT if stepped else ("transcript", *_CONTEXT)
     try:
