@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -20,6 +21,11 @@ ENGINES = "asyncflow.rollout_engines"
 class Options(msgspec.Struct, frozen=True):
     pace: float = 1.0
     loud: bool = False
+
+
+class Keyed(msgspec.Struct, frozen=True):
+    key: Literal["a", "b"] = "a"
+    mode: Literal["major", "minor"] = "major"
 
 
 def test_what_is_installed_is_found_by_its_name() -> None:
@@ -114,3 +120,5 @@ def test_options_have_a_meaning_or_are_refused() -> None:
         read_options({"size": 1, "hue": 2, "pace": 3}, Options, where="here")
     with pytest.raises(ManifestError, match=r"here: Expected `bool`, got `int`.*loud"):
         read_options({"loud": 3}, Options, where="here")
+    with pytest.raises(ManifestError, match=r"Invalid enum value 'c' .*\. Set key to one of a, b$"):
+        read_options({"key": "c", "mode": "minor"}, Keyed, where="here")

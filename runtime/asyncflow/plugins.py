@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -128,4 +128,7 @@ def read_options(options: Mapping[str, Any], shape: type[Options], *, where: str
     try:
         return msgspec.convert(dict(options), shape)
     except msgspec.ValidationError as wrong:
-        raise ManifestError(str(wrong), where=where) from wrong
+        choices = {name: get_args(kind) for name, kind in get_type_hints(shape).items() if get_origin(kind) is Literal}
+        refused = [name for name, known in choices.items() if options.get(name, known[0]) not in known]
+        hints = [f"Set {name} to one of {', '.join(map(str, choices[name]))}" for name in refused]
+        raise ManifestError(str(wrong), where=where, hint=". ".join(hints)) from wrong

@@ -135,6 +135,10 @@ _LIMITS = {
 }
 
 
+_FREE = {"options": "settings of a plug-in", "config": "settings of a function or a source"}
+"""Fields that hold settings whose names the contract does not know."""
+
+
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
     """Build ``model`` from ``data``. Return the object, None if pydantic refuses ``data``, and every problem found."""
     data = _without_nulls(model, data)
@@ -229,10 +233,35 @@ def _problem(model: type[Spec], error: Any) -> Problem:
 
 
 def _suggestion(model: type[Spec], place: Place) -> str:
-    parent = model_at(model, place[:-1])
-    known = sorted(fields(parent)) if parent else []
-    close = get_close_matches(str(place[-1]), known, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]}?" if close else f"The known fields are: {', '.join(known)}"
+    parent, unknown = model_at(model, place[:-1]), str(place[-1])
+    known = fields(parent) if parent else {}
+    if close := get_close_matches(unknown, known, n=1, cutoff=0.6):
+        fix = f"Did you mean {close[0]}?"
+    elif near := _nearest([*_mappings_with(unknown, model)], place[:-1]):
+        fix = f"It is a field of {', '.join(near)}"
+    else:
+        fix = f"The known fields are: {', '.join(sorted(known))}"
+    free = [f" ({whose} go into {name})" for name, whose in _FREE.items() if name in known]
+    return fix + "".join(free)
+
+
+def _mappings_with(name: str, model: type[Spec], *, at: Place = ()) -> Iterator[Place]:
+    """Yield the places of the mappings below ``model`` that have a field of this name; not those within lists."""
+    for field, annotation in fields(model).items():
+        part = model_of(annotation)
+        if part is None or get_origin(annotation) is tuple:
+            continue
+        if name in fields(part):
+            yield (*at, field)
+        yield from _mappings_with(name, part, at=(*at, field))
+
+
+def _nearest(places: Sequence[Place], here: Place) -> list[str]:
+    """Return the paths of the places that share the longest beginning with ``here``."""
+    for length in reversed(range(len(here) + 1)):
+        if near := [place for place in places if place[:length] == here[:length]]:
+            return [".".join(map(str, place)) for place in near]
+    return []
 
 
 def _overlaps(place: Place, unknown: Sequence[Place]) -> bool:
