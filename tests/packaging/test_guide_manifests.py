@@ -1,4 +1,4 @@
-"""The pages of the algorithms: what they tell a user to write is a manifest, and each algorithm has its page."""
+"""The YAML blocks of the guide are parts of a manifest, and each algorithm has its page."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,13 @@ from asyncflow.commands.preflight import load
 from asyncflow.plugins import installed
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "guide" / "algorithms"
+GUIDE = ROOT / "docs" / "guide"
+FOLDER = GUIDE / "algorithms"
 PAGES = sorted(FOLDER.glob("*.md"))
+OTHERS = [GUIDE / f"{name}.md" for name in ("corrections", "multi-turn", "python", "rewards", "tasks")]
 NAMED = {"dpo": "dpo", "kl": "grpo", "README": "grpo"}
 """By page: the algorithm of its manifests, where that is not its own name."""
+MODULE = re.compile(r"^```python\n# (\w+\.py), next to.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -25,10 +28,12 @@ def merged(whole: Any, part: Any) -> Any:
     return whole | {key: merged(whole.get(key), value) for key, value in part.items()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.stem)
 def test_each_block_of_a_page_fits_into_the_quickstart(page: Path, tmp_path: Path) -> None:
     """One after another, as who reads the page writes them."""
     job = parse((ROOT / "examples" / "quickstart.yaml").read_text(), source="quickstart").data
+    for name, code in MODULE.findall(page.read_text()):
+        (tmp_path / name).write_text(code)
     blocks = BLOCK.findall(page.read_text())
     assert blocks or page.stem == "README"
     for block in blocks:
@@ -36,7 +41,7 @@ def test_each_block_of_a_page_fits_into_the_quickstart(page: Path, tmp_path: Pat
         (tmp_path / "job.yaml").write_text(dump(job))
         read = load(tmp_path / "job.yaml")
         assert isinstance(read, RLJob)
-        assert read.spec.algorithm.name == NAMED.get(page.stem, page.stem)
+        assert read.spec.algorithm.name == ("grpo" if page in OTHERS else NAMED.get(page.stem, page.stem))
 
 
 def test_every_algorithm_has_a_row_in_the_list_and_a_page() -> None:
