@@ -20,3 +20,8 @@ def test_where_no_run_goes_on_there_is_nothing_to_follow(tmp_path, manifest, cap
     assert invoke(["follow", str(tmp_path / "run")]) == 2
     hint = {"finished": "Continue it with asyncflow run FILE --resume", "none": "Pass the folder of a run"}[run]
     assert f"no run is active there. {hint}" in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_of_a_run(manifest, capsys):
+    assert invoke(["follow", str(manifest)]) == 2
+    assert f"{manifest}: no run is active there. Pass the folder of a run" in capsys.readouterr().err

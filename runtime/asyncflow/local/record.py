@@ -80,14 +80,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_record(path: Path) -> Record | None:
-    """Return the last record of the folder ``path``, or None if it does not exist or is damaged.
+    """Return the last record of the folder ``path``, None if there is no such folder or record, or if it is damaged.
 
     Raises ManifestError if the file cannot be read.
     """
     file = processes_of(path)
     try:
         return msgspec.json.decode(file.read_bytes(), type=Record)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     except OSError as error:
         what = f"the record of placements cannot be read: {error.strerror}"

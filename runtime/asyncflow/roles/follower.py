@@ -31,7 +31,7 @@ from asyncflow.rollout.following import FollowingEngine
 from asyncflow.rollout.loading import ROUNDED, Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
-from asyncflow.weights.follower import Follower
+from asyncflow.weights.follower import JOIN_S, Follower
 from asyncflow.weights.holder import node_name
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ async def serve_newest(
             )
             return follower, loader
 
-        await context.run_until_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
+        await context.run_until_stopped(FollowingEngine(engine, join=join, join_s=JOIN_S).run())
 
 
 async def serve_routes(routes: Iterable[web.RouteDef], *, host: str, port: int) -> web.AppRunner:
