@@ -247,4 +247,5 @@ def read_device(figures: Mapping[str, Any], *, where: str) -> Device:
     try:
         return msgspec.convert({**base, **fields, "sources": sources}, Device, strict=False)
     except msgspec.ValidationError as error:
-        raise ManifestError(str(error), where=where, hint=f"Fields: {', '.join(('like', *FIGURES))}") from None
+        hint = f"Set like ({', '.join(DEVICES)}), from which absent fields are taken, and any of {', '.join(FIGURES)}"
+        raise ManifestError(str(error), where=where, hint=hint) from None
