@@ -329,6 +329,21 @@ def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(man
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_model_needs_beyond_packs_is_told(manifest, model, capsys, monkeypatch):
+    config = json.loads((model / "config.json").read_text())
+    hybrid = {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+    images = {"model_type": "qwen3_5", "text_config": {**config, **hybrid}, "vision_config": {}}
+    (model / "config.json").write_text(json.dumps({**config, **images}))
+    settings = ("model.source=model", "rollout.engine.name=vllm", "trainer.backend.name=torch")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    status, said = validated(capsys, manifest, *settings)
+    assert status == 0, said
+    assert "samples are trained in padded rows, not in packs: its layers carry a state from token to token" in said
+    assert "note: this machine could not run it: spec.rollout.engine: not installed: torchvision" in said
+    alone = (*settings, "rollout.engine.name=transformers")
+    assert "model type 'qwen3_5_text': its layers carry a state" in refused(capsys, manifest, *alone)
+
+
 def test_a_run_without_rollouts_waits_until_somebody_adds_some(manifest, capsys):
     status, said = validated(capsys, manifest, "rollout.replicas=0")
     assert status == 0

@@ -366,6 +366,8 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder
             if spec.rollout.engine.name == "transformers":
                 check_packs(config, longest=spec.longest, where=where)
             check_model(config, longest=spec.longest, where=where)
+            with findings.gather(), findings.here():
+                _check_images(spec, config)
             if spec.trainer.backend.name == "torch" and (why := no_packs(config, longest=spec.longest)):
                 findings.notes.append(f"{where}: samples are trained in padded rows, not in packs: {'; '.join(why)}")
             if (limit := positions(config)) is not None:
@@ -378,6 +380,13 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder
                 if layers:
                     chosen_layers(spec.trainer.lora, layers)
     return Tokenizer.load(folder)
+
+
+def _check_images(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
+    """Raise ManifestError if vLLM lacks what it needs for a model of texts and images."""
+    if spec.rollout.engine.name == "vllm" and "vision_config" in config and find_spec("torchvision") is None:
+        what = "not installed: torchvision, which vLLM needs for a model of texts and images"
+        raise ManifestError(what, where="spec.rollout.engine", hint="Install the version for your version of torch")
 
 
 def _config(file: Path) -> dict[str, Any]:
