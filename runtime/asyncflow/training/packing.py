@@ -167,17 +167,20 @@ def pack_samples(
 
     prompts, responses: token ids of each sample; groups: samples of the same group share a prompt (a sample with a
     different prompt has its own document); whole: keep each group in one pack, even if it exceeds ``budget``; padded:
-    count each document with the length of the longest in its pack, as in ``Pack.table``. Samples with an empty response
-    have no target and are left out. Raises ProtocolError for an empty prompt, which cannot predict a first token.
+    sort documents by length, and count each with the length of the longest in its pack, as in ``Pack.table``. Samples
+    with an empty response have no target and are left out. Raises ProtocolError for an empty prompt, which cannot
+    predict a first token.
     """
     packs: list[Pack] = []
     waiting: list[_Document] = []
     sizes: list[int] = []
     documents = _documents(prompts, responses, groups, layout=layout)
+    if padded:
+        documents = sorted(documents, key=_length)
     for part in (
         _whole(documents) if whole else ([split] for document in documents for split in _split(document, budget))
     ):
-        added = [document.size for document in part]
+        added = list(map(_length, part))
         if waiting and _tokens([*sizes, *added], padded=padded) > budget:
             packs.append(_lay_out(waiting))
             waiting, sizes = [], []
@@ -217,6 +220,10 @@ def _documents(
         document = together.setdefault(key, _Document(group, prompt, []))
         document.members.append((sample, response))
     return together.values()
+
+
+def _length(document: _Document) -> int:
+    return document.size
 
 
 def _tokens(sizes: Sequence[int], *, padded: bool) -> int:
