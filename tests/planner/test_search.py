@@ -1,5 +1,6 @@
 """The search: as good as trying everything, by bounds that the simulator keeps."""
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -8,11 +9,12 @@ from planner_problems import SCHEDULES, job_of, problem_of, random_problem
 
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.planner.bounds import Split, bound_of
-from asyncflow.planner.costs import TrainerLayout
+from asyncflow.planner.costs import EngineLayout, TrainerLayout
 from asyncflow.planner.layouts import trainer
 from asyncflow.planner.measured import COMPUTED, Factors, factors, models_of_split
+from asyncflow.planner.report import settings
 from asyncflow.planner.schedules import alternatives, changes, described
-from asyncflow.planner.search import Predicted, search, split_of, splits, training_devices
+from asyncflow.planner.search import Predicted, choice, search, split_of, splits, training_devices
 from asyncflow.planner.simulated import scenario, simulator_of
 from asyncflow.planner.work import Responses
 from asyncflow.rollout.lengths import Lengths
@@ -74,6 +76,23 @@ def test_the_split_of_a_manifest() -> None:
     ).spec
     split = split_of(problem_of("trainer.backend.name=mindspeed"), spec)
     assert split.name == "6 (3 x TP2) + 8 (DP2 TP2 PP2)"
+
+
+CPUS = ("rollout={engine: {name: transformers, slots: 64}}", "trainer={backend: {name: torch}}")
+
+
+def test_ranks_on_the_cpu_are_replicas_in_the_values_that_are_printed() -> None:
+    small = problem_of(*CPUS, device="cpu", devices=4)
+    problem = dataclasses.replace(small, device=replace(small.device, memory=1e11))
+    split = problem.split(instance=EngineLayout(tp=1), instances=2, layout=TrainerLayout(dp=2))
+    planned = choice(
+        problem,
+        job_of().spec.schedule,
+        split,
+        simulate=lambda *_: Predicted(step_s=1.0, generation_idle=0.0, training_idle=0.0),
+    )
+    values = settings(problem, planned, spec=job_of(*CPUS).spec)
+    assert split_of(problem, job_of(*CPUS, *values).spec).name == split.name == "2 (2 x TP1) + 2 (DP2)"
 
 
 def test_schedules_that_a_job_could_have() -> None:

@@ -111,7 +111,9 @@ def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list
     split, device = best.split, problem.device
     instance, layout = split.engine.layout, split.trainer.layout
     facts = PROFILES[device.profile]
-    replicas, count = processes_of(split.trainer.devices, device=device, legal=facts.gang_counts)
+    on_cpu = device.profile == "cpu"
+    ranks = split.trainer.devices
+    replicas, count = (ranks, 0) if on_cpu else processes_of(ranks, device=device, legal=facts.gang_counts)
     each = min(instance.devices, device.node)
     rollouts = split.generating // each
     values = [
@@ -120,7 +122,7 @@ def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list
         f"rollout.engine.slots={split.engine.slots // instance.dp}",
         f"trainer.replicas={replicas}",
     ]
-    if device.profile != "cpu":
+    if not on_cpu:
         values += [f"rollout.accelerator.count={each}", f"trainer.accelerator.count={count}"]
     if instance.dp > 1 or "data_parallel_size" in engine_arguments(spec):
         parts = {"tensor_parallel_size": instance.tp, "data_parallel_size": instance.dp}
