@@ -276,6 +276,14 @@ def test_the_function_of_a_task_is_loaded_in_a_process_of_its_own(manifest, capf
     assert "marks" not in sys.modules
 
 
+def test_a_temperature_that_vllm_would_replace_is_refused(manifest, capsys):
+    engine = "rollout={engine: {name: vllm}}"
+    held_out = ("data.eval={source: 'tiny://reverse-digits', size: 4}", "evaluation={every: 1, temperature: 0.001}")
+    said = refused(capsys, manifest, engine, "sampling.temperature=0.005", *held_out)
+    assert "spec.sampling.temperature: vLLM would sample at 0.01 instead of 0.005. Set at least that" in said
+    assert "spec.evaluation.temperature: vLLM would sample at 0.01 instead of 0.001" in said
+
+
 def test_an_empty_file_is_called_empty(manifest, capsys):
     said = refused(capsys, manifest, rows(manifest, "tasks.jsonl"))
     assert "tasks.jsonl: there are no rows" in said

@@ -50,7 +50,7 @@ from asyncflow.rewards.functions import check as check_reward
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
-from asyncflow.rollout.engines.vllm.program import VllmOptions
+from asyncflow.rollout.engines.vllm.program import MIN_TEMPERATURE, VllmOptions
 from asyncflow.tasks.child import START_S, FunctionProcess
 from asyncflow.telemetry.sinks.base import check_sink
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
@@ -314,6 +314,12 @@ def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
             shape = HEAVY.get(plugin.name) or load_plugin(group, plugin.name, kind=kind, where=where).Options
             if shape is not None:
                 read_options(plugin.options, shape, where=where)
+    if engine.name == "vllm":
+        of_evaluation = None if spec.evaluation is None else spec.evaluation.temperature
+        for section, temperature in (("sampling", spec.sampling.temperature), ("evaluation", of_evaluation)):
+            if temperature is not None and temperature < MIN_TEMPERATURE:
+                what, hint = f"vLLM would sample at {MIN_TEMPERATURE} instead of {temperature}", "Set at least that"
+                findings.errors.append(ManifestError(what, where=f"spec.{section}.temperature", hint=hint))
 
 
 def _check_packages(spec: RLJobSpec, findings: _Findings) -> None:

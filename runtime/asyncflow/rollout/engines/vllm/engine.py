@@ -44,7 +44,7 @@ from asyncflow.rollout.engines.base import (
     StopTexts,
     VersionMarks,
 )
-from asyncflow.rollout.engines.vllm.program import EXTENSION, VllmOptions
+from asyncflow.rollout.engines.vllm.program import EXTENSION, MIN_TEMPERATURE, VllmOptions
 from asyncflow.rollout.engines.vllm.server import VllmServer
 from asyncflow.rollout.sampling import stream
 
@@ -73,8 +73,6 @@ _ID = re.compile("[0-9a-f]{32}")
 _PREFIX_CACHING = ("enable_prefix_caching", "enable-prefix-caching")
 _STREAMED = 16
 """Tokens per streamed event of vLLM."""
-_MIN_TEMPERATURE = 0.01
-"""Lowest temperature except 0: vLLM replaces a lower one by this and only logs it."""
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
@@ -384,9 +382,9 @@ class VllmEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate one response. Cancelling closes the connection, and vLLM then drops the request."""
         request.check(max_length=self.max_length)
-        if 0 < request.temperature < _MIN_TEMPERATURE:
-            what = f"vLLM would sample at {_MIN_TEMPERATURE} instead of the temperature {request.temperature}"
-            raise ManifestError(what, where="spec.rollout.engine", hint=f"Set {_MIN_TEMPERATURE} or more")
+        if 0 < request.temperature < MIN_TEMPERATURE:
+            what = f"vLLM would sample at {MIN_TEMPERATURE} instead of the temperature {request.temperature}"
+            raise ManifestError(what, where="spec.rollout.engine", hint=f"Set {MIN_TEMPERATURE} or more")
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
         open_ = _Open(request, self.version, spans=self._reports_versions, stops=self.stops_of(request))

@@ -27,6 +27,8 @@ from asyncflow.process import PARENT, die_with_parent
 EXTENSION = "asyncflow.rollout.engines.vllm.worker.WorkerExtension"
 REFUSED = 2
 """Exit status of a server whose settings the installed vLLM cannot fulfil."""
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature except 0: vLLM replaces a lower one by this and only logs it."""
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 _SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _PARSER_CLASSES = ("vllm.utils.argparse_utils", "vllm.utils")
