@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job  # noqa: E402
-from asyncflow.errors import Diverged  # noqa: E402
+from asyncflow.errors import Diverged, Refused  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -62,3 +62,20 @@ def test_training_ends_after_three_steps_without_a_finite_gradient():
     with pytest.raises(Diverged, match="steps 2 to 4"):
         Linear(engines).fit()
     assert engines.step == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda model: None, "update returned None"),
+        (lambda model: model.weight.expand(2, 1), r"torch\.Size\(\[2, 1\]\)"),
+    ],
+    ids=["nothing", "losses of tokens"],
+)
+def test_what_is_no_sum_of_the_loss_is_refused(returned, said):
+    class Wrong(Linear):
+        def update(self, batch):
+            return returned(self.model)
+
+    with pytest.raises(Refused, match=rf"{said}\. Return the loss of the batch, summed over its tokens"):
+        Wrong(Steps([1.0])).fit()

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from asyncflow.algorithms.base import Algorithm
 from asyncflow.algorithms.losses import Clip, ppo_clip
 from asyncflow.api.placement import PROFILES
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, Refused
 from asyncflow.models.folder import model_class
 from asyncflow.roles.backend import backend_settings
 from asyncflow.rollout.engines.base import GenerationRequest
@@ -97,7 +97,8 @@ class OwnTrainer:
     def fit(self) -> None:
         """Train until the last step. A step whose gradient is not finite changes no weights.
 
-        Raises Diverged if this repeats, and Refused if an earlier call was interrupted within a step.
+        Raises Diverged if this repeats, and Refused if an earlier call was interrupted within a step, or if ``update``
+        returns no loss.
         """
         skipped = 0
         if type(self).generate_sequences is not OwnTrainer.generate_sequences and not self._generates:
@@ -108,6 +109,9 @@ class OwnTrainer:
             self.optimizer.zero_grad()
             while (batch := self.engines.get_experience_data()) is not None:
                 part = self.update(batch.to(self.device))
+                if not isinstance(part, Tensor) or part.numel() != 1:
+                    what = f"update returned {getattr(part, 'shape', part)}"
+                    raise Refused(what, where="fit", hint="Return the loss of the batch, summed over its tokens")
                 part.backward()
                 loss, tokens = loss + float(part.detach()), tokens + int(batch.mask.sum())
             metrics = self._step(tokens) | {"loss": loss / max(1, tokens)}
