@@ -195,6 +195,11 @@ def _stored_shapes(source: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the decoder in a config.json; in a model of texts and images they are a part of it."""
+    return {**config, **(config.get("text_config") or {})}
+
+
 def model_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that opens a model of texts, or of texts and images.
 

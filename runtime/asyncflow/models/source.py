@@ -28,7 +28,7 @@ from asyncflow.api.names import CLAIMS_DIR
 from asyncflow.data.generated import tiny_task
 from asyncflow.durable import sync
 from asyncflow.errors import ManifestError, NotYetError
-from asyncflow.models.folder import whole_folder
+from asyncflow.models.folder import text_config, whole_folder
 from asyncflow.models.tiny import write_config
 
 WHERE = "spec.model.source"
@@ -232,11 +232,6 @@ _WINDOW_IN_MASK = _names("doge phimoe qwen2_moe")
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _MORE_THAN_SOFTMAX = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of transformers' attention functions that request more than softmax attention."""
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the decoder in a config.json; in a model of texts and images they are a part of it."""
-    return {**config, **(config.get("text_config") or {})}
 
 
 def check_model(config: Mapping[str, Any], *, longest: int, where: str) -> None:

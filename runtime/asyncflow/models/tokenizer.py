@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncflow.errors import ManifestError
-from asyncflow.models.folder import MORE_TEMPLATES
+from asyncflow.models.folder import MORE_TEMPLATES, text_config
 
 TODAY = date(2024, 7, 26)
 """The date that chat templates use, so that a run does not depend on its date: the default of Llama's templates."""
@@ -102,7 +102,7 @@ class Tokenizer:
             core,
             eos_ids=sorted(eos),
             pad_id=min(eos) if pad is None else pad,
-            embeddings=config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size"),
+            embeddings=text_config(config).get("vocab_size"),
             chat_templates=_chat_templates(folder, settings),
             special_tokens=special,
         )

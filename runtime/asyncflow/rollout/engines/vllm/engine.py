@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
+from asyncflow.models.folder import text_config
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import (
     OPTIONS,
@@ -283,8 +284,7 @@ class VllmEngine(RolloutEngine):
 
         With a smaller cache, vLLM lets some sequences wait.
         """
-        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
+        config = text_config(json.loads((self._folder / "config.json").read_text(encoding="utf-8")))
         heads = config.get("num_attention_heads", 1)
         width = config.get("head_dim") or config.get("hidden_size", 1) // heads
         per_token = 2 * config.get("num_hidden_layers", 1) * (config.get("num_key_value_heads") or heads) * width
