@@ -22,12 +22,10 @@ def find_function(function: str, *, workdir: Path, where: str) -> None:
     package = function.partition(":")[0].partition(".")[0]
     if PathFinder.find_spec(package, [str(workdir), *sys.path]) is None:
         what = f"there is no module {package!r} in {workdir} or among the installed packages"
-        raise ManifestError(
-            what, where=where, hint="Put the file into the folder of the manifest, or install the package"
-        )
+        raise ManifestError(what, where=where, hint="Put the file next to the manifest, or install the package")
 
 
-def import_function(function: str, *, workdir: Path, where: str = "") -> Any:
+def import_function(function: str, *, workdir: Path) -> Any:
     """Import the module of a user's function, searched first in ``workdir``, and return the function or class.
 
     Raises ManifestError if the module has no such function; the import may raise any exception.
@@ -37,5 +35,5 @@ def import_function(function: str, *, workdir: Path, where: str = "") -> Any:
     module, _, name = function.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
-        raise ManifestError(f"the module {module!r} has no function {name!r}", where=where)
+        raise ManifestError(f"the module {module!r} has no function {name!r}")
     return found

@@ -51,7 +51,7 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
     Raises ManifestError if the module has no such function or class, if its parameters do not match, or if a built-in
     environment does not know a setting. The import of the user's module may raise any exception.
     """
-    found = import_function(BUILT_IN.get(function, function), workdir=workdir, where=FIELD)
+    found = import_function(BUILT_IN.get(function, function), workdir=workdir)
     if function in BUILT_IN:
         options = sys.modules[found.__module__].Options
         read_options(config or {}, options, where="spec.environment.config")

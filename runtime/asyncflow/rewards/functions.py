@@ -62,7 +62,7 @@ def load(
     Raises ManifestError if there is no such function or its parameters are not supported. An import may raise any
     exception.
     """
-    found = import_function(BUILT_IN.get(function, function), workdir=workdir, where="spec.reward.function")
+    found = import_function(BUILT_IN.get(function, function), workdir=workdir)
     return RewardFunction.of(found, name=function, config=config, place=place or {})
 
 
