@@ -238,8 +238,8 @@ class Algorithm(Generic[Own]):
             yield field_problem(spec, "algorithm.kl.place", why, "Set place: loss")
         for field in ("epochs", "mini_batches"):
             if getattr(spec.algorithm, field) > 1:
-                why = "an external trainer makes its updates itself"
-                yield field_problem(spec, f"algorithm.{field}", why, "Leave it at 1")
+                own = "an external trainer makes its updates itself"
+                yield field_problem(spec, f"algorithm.{field}", own, "Leave it at 1")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
         """Return the shaped rewards, float64[n]; groups are filtered by the rewards before shaping."""

@@ -369,9 +369,8 @@ def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings) -> Encoder
     with findings.gather():
         if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
             config, where = _config(folder / "config.json"), f"model.source {source}"
-            if spec.rollout.engine.name == "transformers":
-                check_packs(config, longest=spec.longest, where=where)
-            check_model(config, longest=spec.longest, where=where)
+            check = check_packs if spec.rollout.engine.name == "transformers" else check_model
+            check(config, longest=spec.longest, where=where)
             with findings.gather(), findings.here():
                 _check_images(spec, config)
             if spec.trainer.backend.name == "torch" and (why := no_packs(config, longest=spec.longest)):

@@ -146,12 +146,12 @@ def splits(problem: SplitProblem) -> Iterator[Split]:
     found = False
     engines_ = problem.engines(most=problem.devices - 1)
     for count in training_devices(problem.devices, node=problem.device.node if problem.shape.experts else 0):
-        fitting = problem.trainers(count)
-        for each in fitting[:1]:
-            for engine_ in engines_:
-                if instances := min((problem.devices - count) // engine_.layout.devices, problem.work.samples):
-                    found = True
-                    yield Split(engine=engine_, instances=instances, trainer=each)
+        if not (fitting := problem.trainers(count)):
+            continue
+        for engine_ in engines_:
+            if instances := min((problem.devices - count) // engine_.layout.devices, problem.work.samples):
+                found = True
+                yield Split(engine=engine_, instances=instances, trainer=fitting[0])
     if not found:
         least = min(each.layout.devices for each in engines_)
         raise _refused(
